@@ -1,0 +1,1 @@
+"""The on-disk form: safetensors containers, index, manifest, digests, atomic directories, encodings, layouts, sources."""

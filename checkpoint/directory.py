@@ -1,0 +1,130 @@
+"""A checkpoint directory: index, shards, side files. The index is the authority; file name patterns mean nothing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from . import container
+from .container import Header, TensorEntry
+from .digest import BLOCK
+from .errors import InputError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MANIFEST = "duovolt.json"
+DOWNLOAD_RECORD = "duovolt-download.json"
+MAX_JSON = 256 << 20
+
+# Rewritten by our stages, or bookkeeping of ours; every other file beside the shards is a side file.
+OWN_FILES = {INDEX, MANIFEST, DOWNLOAD_RECORD, ".duovolt.lock"}
+# Other containers of the same weights, never copied along.
+FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".safetensors")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of bounded size without duplicate keys. Raises InputError."""
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {MAX_JSON} allowed for a JSON file.")
+        return container.parse_json(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file.") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: a directory, where a file was expected.") from None
+
+
+def plain_name(name: Any, path: Path) -> str:
+    """`name` if it is a plain file name; InputError for paths, parents, absolute and hidden names."""
+    if not isinstance(name, str) or not name or PurePosixPath(name).name != name or name.startswith(".") or "\\" in name:
+        raise InputError(f"{path}: shard name {name!r} is not a plain file name.")
+    return name
+
+
+def _checked_file(directory: Path, name: str) -> Path:
+    path = directory / name
+    if path.is_symlink() and not path.exists():
+        raise InputError(f"{path}: a dangling link to {path.readlink()}. Fetch the content, not the link.")
+    if not path.is_file():
+        raise InputError(f"{path}: named by {INDEX} but missing. Run `duovolt download` again for this directory.")
+    return path
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    index_path = directory / INDEX
+    if not index_path.exists():
+        if not (directory / SINGLE).exists():
+            raise InputError(f"{directory}: neither {INDEX} nor {SINGLE}: not a safetensors checkpoint.")
+        return dict.fromkeys(container.read_header(_checked_file(directory, SINGLE)).tensors, SINGLE)
+    index = read_json(index_path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index_path}: no weight_map.")
+    return {name: plain_name(file, index_path) for name, file in weight_map.items()}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened directory; only headers and JSON have been read."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    headers: dict[str, Header]
+    side_files: list[str]
+    notices: list[str]
+
+    @staticmethod
+    def open(path: Path) -> "Checkpoint":
+        """Open `path` and check its index against the headers of every shard it names.
+
+        Raises InputError listing missing shards, tensors that the index places wrongly, and unreadable files.
+        """
+        if not path.is_dir():
+            raise InputError(f"{path}: not a directory.")
+        config = read_json(path / "config.json")
+        if not isinstance(config, dict):
+            raise InputError(f"{path / 'config.json'}: not a JSON object.")
+        weight_map = _weight_map(path)
+        files = sorted(set(weight_map.values()))
+        if missing := [name for name in files if not (path / name).exists() and not (path / name).is_symlink()]:
+            raise InputError(
+                f"{path}: {len(missing)} of {len(files)} shards named by {INDEX} are missing: "
+                f"{', '.join(missing[:8])}. Run `duovolt download` again for this directory."
+            )
+        headers = {name: container.read_header(_checked_file(path, name)) for name in files}
+        tensors: dict[str, TensorEntry] = {}
+        for name, file in weight_map.items():
+            entry = headers[file].tensors.get(name)
+            if entry is None:
+                raise InputError(f"{path / INDEX}: places tensor {name!r} in {file}, which does not hold it.")
+            tensors[name] = entry
+        notices = []
+        for file, header in headers.items():
+            if extra := [name for name in header.tensors if weight_map.get(name) != file]:
+                raise InputError(f"{path / file}: tensor {extra[0]!r} is not the index's ({len(extra)} such tensors).")
+        side_files = []
+        for child in sorted(path.iterdir()):
+            if child.name in files or child.name in OWN_FILES or child.name.startswith(".") or child.is_dir():
+                continue
+            if child.name.endswith(FOREIGN_WEIGHTS) or child.name.endswith(".index.json"):
+                notices.append(f"{child.name}: not named by {INDEX}, left alone")
+            elif child.is_symlink() and not child.exists():
+                raise InputError(f"{child}: a dangling link to {child.readlink()}. Fetch the content, not the link.")
+            else:
+                side_files.append(child.name)
+        return Checkpoint(path, config, tensors, headers, side_files, notices)
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor: BF16 as uint16 words, F8 as uint8 words, else its own type; shape as stored."""
+        return container.read_tensor(self.tensors[name])
+
+    def blocks(self, name: str, block_bytes: int = BLOCK) -> Iterator[memoryview]:
+        """A tensor's bytes in order; each block is only valid until the next."""
+        return container.blocks(self.tensors[name], block_bytes)
+
+    def read_range(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Bytes [begin, end) of a tensor, uint8."""
+        return container.read_range(self.tensors[name], begin, end)

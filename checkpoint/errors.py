@@ -1,0 +1,25 @@
+"""Errors with an exit code: one message each, saying what was wrong, where, and what to do."""
+
+
+class DuovoltError(Exception):
+    """Base of every error meant for the user; the command line prints `duovolt: <message>`."""
+
+    exit_code = 1
+
+
+class CheckFailed(DuovoltError):
+    """A proof or check did not hold (exit code 1)."""
+
+    exit_code = 1
+
+
+class InputError(DuovoltError):
+    """Bad usage or bad input (exit code 2)."""
+
+    exit_code = 2
+
+
+class EnvironmentFault(DuovoltError):
+    """The machine cannot do it: disk, memory, GPU, driver, a missing library (exit code 3)."""
+
+    exit_code = 3

@@ -1,0 +1,130 @@
+"""Layouts: documented bijections of a stored matrix's bytes, same size in as out.
+
+`canonical` is row-major. The V100 layouts cut a matrix into tiles of 32 rows x 16 columns, one row a lane of a warp, so
+that a warp's load of one tile is a run of whole 32-byte sectors; docs/layouts.md shows them byte by byte. Since tiles
+stand in row-major order, cutting at tile edges commutes with the layout: layout(split(x)) == split(layout(x)).
+A matrix that does not fill whole tiles stays canonical.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InputError
+
+ROWS = 32  # rows a tile: the lanes of a warp
+COLUMNS = 16  # logical columns a tile: an nvfp4 group
+
+
+def _same(words: np.ndarray) -> np.ndarray:
+    return words
+
+
+def _interleave_nibbles(words: np.ndarray) -> np.ndarray:
+    """In each 4 bytes, codes k0..k7 from nibble order 0..7 to 0, 2, 4, 6, 1, 3, 5, 7.
+
+    One shift and one mask of the 32-bit word then give (k, k+1) in the two halves of a half2.
+    """
+    b = words.reshape(*words.shape[:-1], -1, 4)
+    out = np.empty_like(b)
+    out[..., 0] = (b[..., 0] & 15) | (b[..., 1] & 15) << 4
+    out[..., 1] = (b[..., 2] & 15) | (b[..., 3] & 15) << 4
+    out[..., 2] = (b[..., 0] >> 4) | (b[..., 1] & 0xF0)
+    out[..., 3] = (b[..., 2] >> 4) | (b[..., 3] & 0xF0)
+    return out.reshape(words.shape)
+
+
+def _restore_nibbles(words: np.ndarray) -> np.ndarray:
+    b = words.reshape(*words.shape[:-1], -1, 4)
+    out = np.empty_like(b)
+    out[..., 0] = (b[..., 0] & 15) | (b[..., 2] & 15) << 4
+    out[..., 1] = (b[..., 0] >> 4) | (b[..., 2] & 0xF0)
+    out[..., 2] = (b[..., 1] & 15) | (b[..., 3] & 15) << 4
+    out[..., 3] = (b[..., 1] >> 4) | (b[..., 3] & 0xF0)
+    return out.reshape(words.shape)
+
+
+def _swap_middle(words: np.ndarray) -> np.ndarray:
+    """In each 4 bytes, k0 k1 k2 k3 to k0 k2 k1 k3: its own inverse."""
+    return words.reshape(*words.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].reshape(words.shape)
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """[rows, row bytes] <-> [rows / 32, columns / 16, 32, `bytes_per_group`].
+
+    `bytes_per_group` are the bytes that store one row of a tile; `forward` and `backward` reorder within them.
+    """
+
+    name: str
+    bytes_per_group: int
+    forward: Callable[[np.ndarray], np.ndarray]
+    backward: Callable[[np.ndarray], np.ndarray]
+
+    def fits(self, rows: int, row_bytes: int) -> bool:
+        """True if the matrix fills whole tiles."""
+        return rows > 0 and row_bytes > 0 and rows % ROWS == 0 and row_bytes % self.bytes_per_group == 0
+
+    def shape(self, rows: int, row_bytes: int) -> tuple[int, ...]:
+        """Stored shape of a matrix. The scales' last extent of 1 is dropped."""
+        tile = (rows // ROWS, row_bytes // self.bytes_per_group, ROWS)
+        return tile if self.bytes_per_group == 1 else (*tile, self.bytes_per_group)
+
+    def apply(self, words: np.ndarray) -> np.ndarray:
+        """Tiles of canonical bytes uint8 [rows, row bytes]. Raises ValueError if they do not fill whole tiles."""
+        rows, row_bytes = words.shape
+        if not self.fits(rows, row_bytes):
+            raise ValueError(f"[{rows}, {row_bytes}] bytes do not fill tiles of {ROWS} x {self.bytes_per_group}")
+        tiles = words.reshape(rows // ROWS, ROWS, row_bytes // self.bytes_per_group, self.bytes_per_group)
+        return self.forward(np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))).reshape(self.shape(rows, row_bytes))
+
+    def invert(self, tiles: np.ndarray) -> np.ndarray:
+        """Canonical bytes uint8 [rows, row bytes] of tiles."""
+        bands, groups = tiles.shape[:2]
+        words = self.backward(np.ascontiguousarray(tiles).reshape(bands, groups, ROWS, self.bytes_per_group))
+        return np.ascontiguousarray(words.transpose(0, 2, 1, 3)).reshape(bands * ROWS, groups * self.bytes_per_group)
+
+
+CANONICAL = "canonical"
+LAYOUTS: dict[str, TileLayout] = {
+    layout.name: layout
+    for layout in (
+        TileLayout("v100-nvfp4", 8, _interleave_nibbles, _restore_nibbles),
+        TileLayout("v100-fp8", 16, _swap_middle, _swap_middle),
+        TileLayout("v100-scale", 1, _same, _same),
+    )
+}
+
+# Which layout a recipe's `layout = "v100"` gives to each (encoding, part); what is not listed stays canonical.
+V100 = {
+    ("nvfp4", "words"): "v100-nvfp4",
+    ("nvfp4", "block_scale"): "v100-scale",
+    ("fp8_e4m3", "words"): "v100-fp8",
+}
+
+
+def layout_named(name: str) -> TileLayout | None:
+    """The layout, None for canonical. Raises InputError for a name this version does not know."""
+    if name == CANONICAL:
+        return None
+    if name not in LAYOUTS:
+        raise InputError(f"layout {name!r} is unknown to this duovolt (it knows canonical, {', '.join(LAYOUTS)}).")
+    return LAYOUTS[name]
+
+
+def stored_form(family: str, encoding: str, part: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """(layout name, stored shape) of a part of canonical `shape` in a recipe's layout family: `v100` or `canonical`."""
+    wanted = V100.get((encoding, part)) if family == "v100" else None
+    if wanted is None or len(shape) != 2 or not LAYOUTS[wanted].fits(*shape):
+        return CANONICAL, shape
+    return wanted, LAYOUTS[wanted].shape(*shape)
+
+
+def to_canonical(words: np.ndarray, layout: str, canonical_shape: tuple[int, ...]) -> np.ndarray:
+    """Undo a named layout. Raises InputError if the stored array does not match `canonical_shape`."""
+    tile = layout_named(layout)
+    expected = canonical_shape if tile is None else tile.shape(*canonical_shape)
+    if words.shape != tuple(expected):
+        raise InputError(f"a tensor of layout {layout!r} is stored as {list(words.shape)}, expected {list(expected)}.")
+    return words if tile is None else tile.invert(words)

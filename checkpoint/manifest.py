@@ -1,0 +1,174 @@
+"""`duovolt.json`, the manifest: what every tensor and file of a converted or rank directory is, and where it came from.
+
+Written last: a directory without it is unfinished. It carries the digest of its own canonical form.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from .container import ITEMSIZE
+from .digest import DIGEST_HEX, digest_json
+from .directory import MANIFEST, MAX_JSON, plain_name
+from .errors import CheckFailed, InputError
+
+FORMAT_VERSION = 1
+
+Stage = Literal["converted", "rank"]
+PartName = Literal["plain", "words", "block_scale", "row_scale", "global_scale"]
+
+
+class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Base of the manifest's records: unknown keys are refused, values never change."""
+
+
+class SourceRef(Record):
+    """One tensor of the source: name, dtype and shape as its header said, xxh3-128 of its bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    digest: str
+
+
+class Whole(Record):
+    """The tensor in the converted directory that a rank's tensor is a part of (shape and layout as stored there)."""
+
+    shape: list[int]
+    layout: str
+    digest: str
+
+
+class SplitRecord(Record):
+    """Which part a rank holds: index ranges along `axis` of the canonical whole, concatenated in order.
+
+    `axis` None: the tensor is replicated, and `ranges` is empty.
+    """
+
+    axis: int | None
+    ranges: list[tuple[int, int]]
+    whole: Whole
+
+
+class TensorRecord(Record):
+    """One stored tensor. `weight` is the logical weight it belongs to, `canonical_shape` its shape before the layout."""
+
+    weight: str
+    part: PartName
+    encoding: str
+    layout: str
+    dtype: str
+    shape: list[int]
+    canonical_shape: list[int]
+    file: str
+    digest: str
+    sources: list[SourceRef]
+    split: SplitRecord | None = None
+
+
+class FileRecord(Record):
+    """Size in bytes and xxh3-128 of a file."""
+
+    size: int
+    digest: str
+
+
+class SourceRecord(Record):
+    """What the source said of itself: quantisation configuration kept word for word, files with their digests."""
+
+    quantization_config: dict[str, Any] | None
+    hf_quant_config: dict[str, Any] | None
+    files: dict[str, FileRecord]
+
+
+class Manifest(Record):
+    """The whole record; see docs/checkpoint.md for the meaning of each key."""
+
+    format_version: int
+    stage: Stage
+    family: str
+    conversion_id: str
+    recipe: dict[str, Any]
+    tp_size: int | None
+    tp_rank: int | None
+    tensors: dict[str, TensorRecord]
+    files: dict[str, FileRecord]
+    source: SourceRecord
+    provenance: dict[str, Any]
+    digest: str = ""
+
+    def sealed(self) -> "Manifest":
+        """The same manifest with `digest` set to that of its canonical form."""
+        return msgspec.structs.replace(self, digest=self._own_digest())
+
+    def _own_digest(self) -> str:
+        content = msgspec.to_builtins(self)
+        del content["digest"]
+        return digest_json(content)
+
+    def encode(self) -> bytes:
+        """Readable JSON, one line a scalar, with a final newline."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def check_own_digest(self, path: Path) -> None:
+        """Raises CheckFailed if the manifest was edited after it was written."""
+        if self.digest != (own := self._own_digest()):
+            raise CheckFailed(
+                f"{path}: the manifest's own digest is {self.digest!r}, its content gives {own}: "
+                "it was changed after it was written. Make this directory again."
+            )
+
+
+def has_manifest(directory: Path) -> bool:
+    """True if the directory is finished."""
+    return (directory / MANIFEST).is_file()
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    for file in manifest.files:
+        plain_name(file, path)
+    for name, record in manifest.tensors.items():
+        if record.file not in manifest.files:
+            raise InputError(f"{path}: tensor {name!r} lies in {record.file!r}, which the manifest does not list.")
+        if record.dtype not in ITEMSIZE or len(record.digest) != DIGEST_HEX:
+            raise InputError(f"{path}: tensor {name!r} has dtype {record.dtype!r} or digest {record.digest!r} unknown.")
+        if any(n < 0 for n in record.shape + record.canonical_shape):
+            raise InputError(f"{path}: tensor {name!r} has a negative extent.")
+        if (record.split is None) != (manifest.stage == "converted"):
+            raise InputError(f"{path}: tensor {name!r} {'lacks' if record.split is None else 'has'} a split record.")
+    ranked = manifest.stage == "rank"
+    size, rank = manifest.tp_size, manifest.tp_rank
+    if ranked and (size is None or rank is None or not 0 <= rank < size):
+        raise InputError(f"{path}: rank {rank} of {size} makes no sense.")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The checked manifest of a finished directory.
+
+    Raises InputError if the directory is unfinished, the manifest malformed or of another format version,
+    CheckFailed if it does not match its own digest.
+    """
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise InputError(f"{directory}: not a directory.")
+    if not path.is_file():
+        raise InputError(
+            f"{directory}: unfinished: it has no {MANIFEST}. Run the stage that writes it again; it will resume."
+        )
+    if path.stat().st_size > MAX_JSON:
+        raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {MAX_JSON} allowed.")
+    raw = path.read_bytes()
+    try:
+        version = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("format_version", msgspec.Raw(b"0"))
+        if bytes(version) != str(FORMAT_VERSION).encode():
+            raise InputError(
+                f"{path}: format version {bytes(version).decode()[:20]}, this duovolt reads {FORMAT_VERSION}. "
+                "Convert again, or use the duovolt that wrote it."
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: not a manifest ({error}). Make this directory again.") from None
+    _check(manifest, path)
+    manifest.check_own_digest(path)
+    return manifest

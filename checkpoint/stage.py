@@ -1,0 +1,289 @@
+"""Writing a directory so that it is either finished and right, or visibly unfinished.
+
+Files are written under temporary names beside their target, flushed, fsynced and renamed. A journal remembers what was
+finished, so that an interrupted stage resumes by re-hashing; the manifest is written last. A lock keeps two runs out.
+
+Test doors: DUOVOLT_STOP_AT_WRITE=N kills this process with SIGKILL at its N-th write, fsync or rename;
+DUOVOLT_COUNT_WRITES=FILE keeps their number in FILE.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import msgspec
+
+from .digest import digest_bytes, digest_file
+from .directory import INDEX, MANIFEST
+from .errors import EnvironmentFault, InputError
+from .manifest import FileRecord, Manifest
+
+LOCK = ".duovolt.lock"
+JOURNAL = ".duovolt.journal"
+TEMPORARY = ".duovolt-tmp"
+
+_events = 0
+
+
+def write_event() -> None:
+    """Called before every write, fsync and rename of a stage: the place where the test doors act."""
+    global _events
+    if not (os.environ.get("DUOVOLT_STOP_AT_WRITE") or os.environ.get("DUOVOLT_COUNT_WRITES")):
+        return
+    _events += 1
+    if counter := os.environ.get("DUOVOLT_COUNT_WRITES"):
+        Path(counter).write_text(f"{_events}\n")
+    if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == int(stop):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn 'no space', 'read-only' and 'permission' into EnvironmentFault with the free space and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path if path.is_dir() else path.parent).free
+            raise EnvironmentFault(
+                f"{path}: the disk is full ({free / 1e9:.2f} GB free). Nothing half-written was kept under its final "
+                "name; free some space and run the same command again, it resumes."
+            ) from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EMFILE):
+            raise EnvironmentFault(f"{error.filename or path}: {error.strerror}.") from None
+        raise
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raises EnvironmentFault unless `needed` bytes (and a little for the file system) are free under `directory`."""
+    place = directory
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed + (1 << 20):
+        raise EnvironmentFault(f"{directory}: {needed / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free. Nothing was written.")
+
+
+def process_start(pid: int) -> str:
+    """The kernel's start time of a process in clock ticks, '' if there is none: tells a process from a reused pid."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+class DirectoryLock:
+    """Exclusive use of a directory by one process: `flock`, with pid and start time for the message.
+
+    A dead process's lock is taken over. Raises InputError if a live process holds it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / LOCK
+        self._handle: IO[str] | None = None
+
+    def __enter__(self) -> "DirectoryLock":
+        while True:
+            handle = self.path.open("a+")
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                handle.seek(0)
+                owner = handle.read().split()
+                handle.close()
+                who = f"process {owner[0]}" if owner else "another process"
+                raise InputError(
+                    f"{self.path.parent}: {who} is writing here. Wait for it, or choose another directory."
+                ) from None
+            # The last owner may have removed the file between our open and our lock: then ours is nameless.
+            if self.path.exists() and os.fstat(handle.fileno()).st_ino == self.path.stat().st_ino:
+                break
+            handle.close()
+        handle.truncate(0)
+        handle.write(f"{os.getpid()} {process_start(os.getpid())}\n")
+        handle.flush()
+        self._handle = handle
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._handle is not None:
+            self.path.unlink(missing_ok=True)
+            self._handle.close()
+            self._handle = None
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames in `directory` survive a power cut."""
+    write_event()
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AtomicFile:
+    """A file that appears under its final name only when whole: temporary name, fsync, rename.
+
+    The mode follows the umask, or that of the file it replaces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}{TEMPORARY}")
+
+    def __enter__(self) -> "AtomicFile":
+        self._temporary.unlink(missing_ok=True)
+        self._file = self._temporary.open("xb", buffering=0)
+        if self.path.exists():
+            os.fchmod(self._file.fileno(), self.path.stat().st_mode & 0o7777)
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            write_event()
+            view = view[self._file.write(view) :]
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+            return
+        write_event()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        write_event()
+        self._temporary.rename(self.path)
+        sync_directory(self.path.parent)
+
+
+class JournalEntry(msgspec.Struct, frozen=True):
+    """One finished file: its record, and whatever the stage wants back when it resumes."""
+
+    name: str
+    record: FileRecord
+    note: dict[str, Any]
+
+
+class StageDirectory:
+    """The output directory of one stage, entered as a context manager.
+
+    `identity` names what is being written (conversion id, rank): a journal of another identity is refused, so that two
+    conversions never mix in one directory.
+    """
+
+    def __init__(self, path: Path, identity: str) -> None:
+        self.path = path
+        self.identity = identity
+        self.files: dict[str, FileRecord] = {}
+        self.resumed: list[str] = []
+        self._done: dict[str, JournalEntry] = {}
+
+    def __enter__(self) -> "StageDirectory":
+        with disk_errors(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise InputError(f"{self.path}: exists and is not a directory.")
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = DirectoryLock(self.path)
+            self._lock.__enter__()
+            try:
+                self._open()
+            except BaseException:
+                self._lock.__exit__()
+                raise
+        return self
+
+    def _open(self) -> None:
+        for leftover in self.path.glob(f".*{TEMPORARY}"):
+            leftover.unlink()
+        journal = self.path / JOURNAL
+        if not journal.exists():
+            if strangers := [p.name for p in sorted(self.path.iterdir()) if p.name != LOCK]:
+                raise InputError(
+                    f"{self.path}: not empty ({', '.join(strangers[:4])}{', ...' if len(strangers) > 4 else ''}), and not "
+                    "an interrupted run of this stage. Choose an empty or new directory."
+                )
+            self._append({"identity": self.identity})
+            return
+        lines = journal.read_bytes().split(b"\n")
+        # A line cut off by a kill is dropped: its file is simply written again.
+        try:
+            started = msgspec.json.decode(lines[0])["identity"]
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            started = None
+        if started is None:
+            journal.unlink()
+            self._append({"identity": self.identity})
+            return
+        if started != self.identity:
+            raise InputError(
+                f"{self.path}: holds an interrupted run of something else ({started}; now {self.identity}): the source, "
+                "the recipe or the rank changed in between. Remove the directory or choose another."
+            )
+        for line in lines[1:]:
+            try:
+                entry = msgspec.json.decode(line, type=JournalEntry)
+            except msgspec.MsgspecError:
+                continue
+            self._done[entry.name] = entry
+
+    def _append(self, value: Any) -> None:
+        with (self.path / JOURNAL).open("ab", buffering=0) as handle:
+            write_event()
+            handle.write(msgspec.json.encode(value) + b"\n")
+            write_event()
+            os.fsync(handle.fileno())
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        self._lock.__exit__()
+
+    def resume(self, name: str) -> dict[str, Any] | None:
+        """The note of a file that an earlier run finished and that still hashes the same; None: write it."""
+        entry, path = self._done.get(name), self.path / name
+        if entry is None or not path.is_file() or path.stat().st_size != entry.record.size:
+            return None
+        if digest_file(path) != entry.record.digest:
+            return None
+        self.files[name] = entry.record
+        self.resumed.append(name)
+        return entry.note
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[AtomicFile]:
+        """An AtomicFile in this directory, with disk faults explained."""
+        with disk_errors(self.path), AtomicFile(self.path / name) as handle:
+            yield handle
+
+    def finished(self, name: str, record: FileRecord, note: dict[str, Any] | None = None) -> None:
+        """Record a file that `create` has just written."""
+        self.files[name] = record
+        with disk_errors(self.path):
+            self._append(JournalEntry(name, record, note or {}))
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file whole."""
+        with self.create(name) as handle:
+            handle.write(content)
+        self.finished(name, FileRecord(size=len(content), digest=digest_bytes(content)))
+
+    def put_index(self, weight_map: dict[str, str], total_size: int) -> None:
+        """Write the safetensors index."""
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+        self.put(INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+
+    def seal(self, manifest: Manifest) -> Manifest:
+        """Write the manifest last and drop the journal: the directory is finished."""
+        sealed = manifest.sealed()
+        with self.create(MANIFEST) as handle:
+            handle.write(sealed.encode())
+        (self.path / JOURNAL).unlink()
+        return sealed

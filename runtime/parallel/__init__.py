@@ -1,0 +1,1 @@
+"""What two ranks share: the mailbox (sums), the lockstep record (agreement) and the memory both stand in."""

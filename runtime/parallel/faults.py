@@ -1,0 +1,47 @@
+"""The test doors of the exchange between ranks: faults that an outside test can order by environment variable.
+
+`DUOVOLT_MAILBOX_FAULT=RANK:STEP:KIND`, KIND a delay in ms, `drop`, `stale` or `wrap`;
+`DUOVOLT_LOCKSTEP_FAULT=RANK:ROUND:KIND`, KIND `hash`, `position` or `count`. Each fires once, at the first step (from 1)
+or decode round (from 0) that is not below the given one. `wrap` moves the counters of both ranks to just below 2^32.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ...checkpoint.errors import InputError
+
+MAILBOX_DOOR = "DUOVOLT_MAILBOX_FAULT"
+LOCKSTEP_DOOR = "DUOVOLT_LOCKSTEP_FAULT"
+DOORS = (MAILBOX_DOOR, LOCKSTEP_DOOR)
+
+
+@dataclass
+class Fault:
+    """One ordered fault; `due` is true once."""
+
+    rank: int
+    at: int
+    kind: str
+    fired: bool = False
+
+    def due(self, rank: int, count: int) -> bool:
+        if self.fired or count < self.at or (rank != self.rank and self.kind != "wrap"):
+            return False
+        self.fired = True
+        return True
+
+
+def read_fault(door: str) -> Fault | None:
+    """The fault ordered by the variable `door`. Raises InputError if it does not read as one."""
+    text = os.environ.get(door)
+    if not text:
+        return None
+    kinds = ("drop", "stale", "wrap") if door == MAILBOX_DOOR else ("hash", "position", "count")
+    parts = text.split(":")
+    valid = len(parts) == 3 and parts[0] in ("0", "1") and parts[1].isdecimal()
+    if not valid or not (parts[2] in kinds or (door == MAILBOX_DOOR and parts[2].isdecimal())):
+        what = " or ".join(kinds) + (" or a delay in milliseconds" if door == MAILBOX_DOOR else "")
+        raise InputError(f"{door}={text!r}: expected RANK:NUMBER:KIND with rank 0 or 1 and kind {what}")
+    return Fault(int(parts[0]), int(parts[1]), parts[2])

@@ -1,0 +1,29 @@
+"""Lists the packages: the repository root is the package `duovolt`, so setuptools cannot find them by itself."""
+
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+ROOMS = ("checkpoint", "model", "kernels", "convert", "shard", "verify", "runtime", "perf", "cli", "tiny")
+
+
+def packages() -> list[str]:
+    """Dotted names of every folder with an __init__.py below the rooms, tests left out."""
+    found = ["duovolt"]
+    for room in ROOMS:
+        for init in sorted((ROOT / room).rglob("__init__.py")):
+            found.append("duovolt." + ".".join(init.parent.relative_to(ROOT).parts))
+    return found
+
+
+setup(
+    packages=packages(),
+    package_data={
+        "duovolt": ["py.typed"],
+        "duovolt.kernels": ["csrc/*.cu", "csrc/*.cuh"],
+        "duovolt.convert": ["recipes/*.toml"],
+        "duovolt.runtime.proxy": ["page/*"],
+        "duovolt.tiny": ["checkpoint/*", "*.txt", "README.md"],
+    },
+)
