@@ -1,0 +1,5 @@
+"""`python -m duovolt`."""
+
+from .cli.main import entry
+
+entry()

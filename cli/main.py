@@ -1,0 +1,107 @@
+"""`duovolt`: dispatch to a command, and turn errors into one message and an exit code.
+
+Exit codes: 0 done, 1 failed check, 2 bad usage or input, 3 environment (disk, GPU, driver), 130 interrupted.
+"""
+
+import argparse
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..checkpoint.errors import DuovoltError
+
+# Command -> (module in this package, one line of help). A module is only imported when its command runs.
+COMMANDS = {
+    "demo": ("demo", "run every stage on the bundled tiny model, on a CPU"),
+    "download": ("download", "fetch a checkpoint from a hub, resumed and digest-checked"),
+    "inspect": ("inspect", "what a directory holds, from headers and manifest alone"),
+    "plan": ("plan", "dry run: the fate of every tensor, sizes on disk and card"),
+    "convert": ("convert", "a source checkpoint to nvfp4 and fp8 in V100 layouts"),
+    "shard": ("shard", "split a converted directory over tensor-parallel ranks"),
+    "verify": ("verify", "prove that no bit went astray between the stages"),
+    "dequantize": ("dequantize", "a converted directory or its ranks back to a plain checkpoint"),
+    "serve": ("serve", "serve ranks over HTTP: one proxy, one process a rank"),
+    "chat": ("chat", "talk to a running server"),
+    "eval": ("eval", "quality of a checkpoint: bits per byte, known words, draft acceptance"),
+    "kernels": ("kernels", "compile the CUDA kernels ahead of time"),
+    "rank": ("rank", "one rank process (started by serve)"),
+}
+HIDDEN = {"rank"}
+
+
+def _parser(command: str) -> tuple[argparse.ArgumentParser, object]:
+    module_name, summary = COMMANDS[command]
+    module = importlib.import_module(f".{module_name}", __package__)
+    parser = argparse.ArgumentParser(
+        prog=f"duovolt {command}", description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.configure(parser)
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser, module
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: duovolt COMMAND [options]", "", __doc__.split("\n\n")[0].split(":")[0] + " " + __version__, ""]
+    lines += [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items() if name not in HIDDEN]
+    lines += ["", "`duovolt COMMAND --help` shows a command's options and an example. Start with `duovolt demo`."]
+    return "\n".join(lines)
+
+
+def _report(error: BaseException, debug: bool) -> int:
+    if debug:
+        raise error
+    if isinstance(error, DuovoltError):
+        print(f"duovolt: {error}", file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        print("duovolt: interrupted.", file=sys.stderr)
+        return 130
+    if isinstance(error, MemoryError):
+        print("duovolt: out of memory.", file=sys.stderr)
+        return 3
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("duovolt"):
+        print(
+            f"duovolt: the library {error.name!r} is missing. Install duovolt with its extras: "
+            'pip install "duovolt[serve]" (add cuda for a GPU).',
+            file=sys.stderr,
+        )
+        return 3
+    if isinstance(error, OSError):
+        print(f"duovolt: {error.filename or 'system'}: {error.strerror or error}.", file=sys.stderr)
+        return 2 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) else 3
+    print(f"duovolt: unexpected {type(error).__name__}: {error}. Run again with --debug and report it.", file=sys.stderr)
+    return 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line (without the program's name); the exit code."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"duovolt {__version__}")
+        return 0
+    command, rest = argv[0], argv[1:]
+    if command not in COMMANDS:
+        print(f"duovolt: no command {command!r}. `duovolt --help` lists them.", file=sys.stderr)
+        return 2
+    debug = "--debug" in rest
+    try:
+        parser, module = _parser(command)
+        return int(module.run(parser.parse_args(rest)))  # type: ignore[attr-defined]
+    except BrokenPipeError:
+        # The reader of our output has left (`| head`): nothing to say, nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return _report(error, debug)
+
+
+def entry() -> None:
+    """Console script."""
+    sys.exit(main(sys.argv[1:]))
