@@ -15,6 +15,9 @@ class Progress(Protocol):
     def notice(self, text: str) -> None:
         """One line that the user should see, about something decided or repaired on the way."""
 
+    def close(self) -> None:
+        """Nothing more will come."""
+
 
 class NoProgress:
     """Tells nothing."""
@@ -26,4 +29,7 @@ class NoProgress:
         return
 
     def notice(self, text: str) -> None:
+        return
+
+    def close(self) -> None:
         return
