@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,11 @@ def _entry(path: Path, name: str, value: Any, data_start: int, size: int) -> Ten
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise refuse(f"unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MAX_RANK
+        or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
+    ):
         raise refuse(f"bad shape {shape!r}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
         raise refuse(f"bad data_offsets {offsets!r}")
@@ -186,11 +191,22 @@ def read_header(path: Path) -> Header:
     for entry in entries:
         if entry.begin != reached:
             kind = "overlap" if entry.begin < reached else "hole"
-            raise InputError(f"{path}: tensor {entry.name!r} starts at byte {entry.begin}, expected {reached} ({kind}).")
+            raise InputError(
+                f"{path}: tensor {entry.name!r} starts at byte {entry.begin}, expected {reached} ({kind})."
+            )
         reached = entry.end
     if reached != size:
         raise InputError(f"{path}: {size} bytes, but the header accounts for {reached} ({size - reached} too many).")
     return Header(path, {entry.name: entry for entry in entries}, metadata, size)
+
+
+def _fill(handle: FileIO, view: memoryview, entry: TensorEntry) -> None:
+    """Read until `view` is full: a single read may give less than was asked for."""
+    while len(view):
+        got = handle.readinto(view)
+        if not got:
+            raise InputError(f"{entry.path}: ends inside tensor {entry.name!r}; the file changed while being read.")
+        view = view[got:]
 
 
 def read_range(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
@@ -200,27 +216,24 @@ def read_range(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     buffer = np.empty(end - begin, np.uint8)
     with entry.path.open("rb", buffering=0) as handle:
         handle.seek(entry.begin + begin)
-        view, done = memoryview(buffer), 0
-        while done < len(view):
-            got = handle.readinto(view[done : done + (64 << 20)])
-            if not got:
-                raise InputError(f"{entry.path}: ends inside tensor {entry.name!r}; the file changed while being read.")
-            done += got
+        _fill(handle, memoryview(buffer), entry)
     return buffer
 
 
 def blocks(entry: TensorEntry, block_bytes: int = BLOCK) -> Iterator[memoryview]:
-    """A tensor's bytes in order, `block_bytes` at a time; each block is only valid until the next."""
+    """A tensor's bytes in order, `block_bytes` at a time (the last may be shorter).
+
+    Each block is only valid until the next.
+    """
     buffer = memoryview(bytearray(min(block_bytes, max(entry.nbytes, 1))))
     with entry.path.open("rb", buffering=0) as handle:
         handle.seek(entry.begin)
         left = entry.nbytes
         while left:
-            got = handle.readinto(buffer[: min(left, len(buffer))])
-            if not got:
-                raise InputError(f"{entry.path}: ends inside tensor {entry.name!r}; the file changed while being read.")
-            yield buffer[:got]
-            left -= got
+            block = buffer[: min(left, len(buffer))]
+            _fill(handle, block, entry)
+            yield block
+            left -= len(block)
 
 
 def read_tensor(entry: TensorEntry) -> np.ndarray:

@@ -38,7 +38,13 @@ def read_json(path: Path) -> Any:
 
 def plain_name(name: Any, path: Path) -> str:
     """`name` if it is a plain file name; InputError for paths, parents, absolute and hidden names."""
-    if not isinstance(name, str) or not name or PurePosixPath(name).name != name or name.startswith(".") or "\\" in name:
+    if (
+        not isinstance(name, str)
+        or not name
+        or PurePosixPath(name).name != name
+        or name.startswith(".")
+        or "\\" in name
+    ):
         raise InputError(f"{path}: shard name {name!r} is not a plain file name.")
     return name
 

@@ -68,7 +68,9 @@ def require_space(directory: Path, needed: int) -> None:
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < needed + (1 << 20):
-        raise EnvironmentFault(f"{directory}: {needed / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free. Nothing was written.")
+        raise EnvironmentFault(
+            f"{directory}: {needed / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free. Nothing was written."
+        )
 
 
 def process_start(pid: int) -> str:

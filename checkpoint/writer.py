@@ -78,7 +78,9 @@ class ShardWriter:
 
     def write(self, data: np.ndarray | bytes | memoryview) -> None:
         """The next bytes of the tensor being written; must not cross into the next one. `data` is contiguous."""
-        view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data)
+        view = memoryview(
+            np.ascontiguousarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
+        )
         if len(view) > self._left:
             raise ValueError(f"{len(view)} bytes offered, {self._left} left to write")
         self._current.update(view)

@@ -74,7 +74,9 @@ def _report(error: BaseException, debug: bool) -> int:
     if isinstance(error, OSError):
         print(f"duovolt: {error.filename or 'system'}: {error.strerror or error}.", file=sys.stderr)
         return 2 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) else 3
-    print(f"duovolt: unexpected {type(error).__name__}: {error}. Run again with --debug and report it.", file=sys.stderr)
+    print(
+        f"duovolt: unexpected {type(error).__name__}: {error}. Run again with --debug and report it.", file=sys.stderr
+    )
     return 1
 
 

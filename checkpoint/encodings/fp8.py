@@ -32,7 +32,9 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
     magnitude = np.minimum(np.abs(x), MAX)
     bits = magnitude.view(np.uint32)
     # Round the 23-bit mantissa to 3 bits: add half an ulp less one, plus the lowest kept bit. Then move the bias 127 to 7.
-    normal = ((bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)) - np.uint32(120 << 3)
+    normal = ((bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)) - np.uint32(
+        120 << 3
+    )
     subnormal = (magnitude + _MAGIC).view(np.uint32) - _MAGIC_BITS
     code = np.where(magnitude < _SUBNORMAL_LIMIT, subnormal, normal).astype(np.uint8)
     code = np.where(np.isnan(x), np.uint8(0x7F), code)

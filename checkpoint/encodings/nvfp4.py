@@ -65,7 +65,9 @@ def encode(weight: np.ndarray, scale: np.float32) -> tuple[np.ndarray, np.ndarra
     return pack(to_e2m1(y.reshape(rows, columns))), block_scale
 
 
-def factors(block_scale: np.ndarray, *, multiplier: np.float32 | None = None, divisor: np.float32 | None = None) -> np.ndarray:
+def factors(
+    block_scale: np.ndarray, *, multiplier: np.float32 | None = None, divisor: np.float32 | None = None
+) -> np.ndarray:
     """float32 [rows, groups]: what each group's E2M1 values are multiplied with, the global scale in either direction."""
     if (multiplier is None) == (divisor is None):
         raise ValueError("exactly one of multiplier and divisor")

@@ -1,0 +1,36 @@
+"""`duovolt rank`: one rank process."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+SUMMARY = "run one rank (started by serve)"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "example (serve does this): duovolt rank --dir ranks/rank-0-of-2 --rank 0 --size 2 "
+        "--endpoint ipc:///run/user/1000/duovolt-1-1-00000000/rank-0 --shared duovolt-1-1-00000000 ..."
+    )
+    parser.add_argument("--dir", type=Path, required=True, help="rank directory")
+    parser.add_argument("--rank", type=int, required=True, help="number of this rank")
+    parser.add_argument("--size", type=int, required=True, choices=(1, 2), help="number of ranks")
+    parser.add_argument("--endpoint", required=True, help="socket of the proxy")
+    parser.add_argument("--shared", required=True, help="name of the shared-memory file")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the proxy; the rank dies with it")
+    parser.add_argument("--backend", required=True, help="reference or scripted:FILE")
+    parser.add_argument("--max-context", type=int, required=True, help="tokens of prompt and answer together")
+    parser.add_argument("--lanes", type=int, required=True, help="answers made at once")
+    parser.add_argument("--drafts", type=int, required=True, help="tokens drafted a round")
+    parser.add_argument("--prefill-chunk", type=int, required=True, help="prompt tokens a step")
+    parser.add_argument("--sampleable", type=int, required=True, help="ids that the tokenizer can emit")
+    parser.add_argument("--exchange-seconds", type=float, required=True, help="longest wait for the other rank")
+    parser.add_argument("--drafts-from", type=Path, help="JSON list of lists: the drafts of each round")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..runtime.rank.options import RankOptions
+    from ..runtime.rank.process import run_rank
+
+    return run_rank(RankOptions(**{name: getattr(args, name) for name in RankOptions.__dataclass_fields__}))

@@ -1,0 +1,1 @@
+"""From a hub repository to a converted directory: download, recipes, quantising, repacking."""

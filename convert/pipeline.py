@@ -1,0 +1,300 @@
+"""`convert`: a source checkpoint to a converted directory, streaming.
+
+Pass 1 reads the source for its facts; pass 2 reads it again band by band, quantises on a few threads, and writes the
+files in order. Memory is bounded by the bands in flight; output bytes do not depend on workers or band sizes.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from .. import __version__
+from ..checkpoint.container import NUMPY_DTYPE
+from ..checkpoint.digest import digest_file, digest_json, file_blocks
+from ..checkpoint.directory import Checkpoint, read_json
+from ..checkpoint.encodings import fp8, nvfp4
+from ..checkpoint.encodings.plain import to_float32
+from ..checkpoint.errors import InputError
+from ..checkpoint.files import file_metadata
+from ..checkpoint.layouts import ROWS, layout_named
+from ..checkpoint.manifest import (
+    FORMAT_VERSION,
+    FileRecord,
+    Manifest,
+    SourceRecord,
+    SourceRef,
+    TensorRecord,
+    has_manifest,
+    read_manifest,
+)
+from ..checkpoint.stage import StageDirectory, disk_errors, require_space
+from ..checkpoint.writer import ShardWriter
+from ..model.config import FAMILY
+from .plan import ConversionPlan, PlannedPart, plan_conversion
+from .recipe import Recipe
+from .source import Advance, Source, SourceFacts, require_unchanged, row_band, scan
+
+BAND_BYTES = 4 << 20  # source bytes quantised at a time by one thread; float32 temporaries are a few times larger
+SPOOL_BYTES = 32 << 20  # block scales of one tensor held in memory while its words are written
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` did: the manifest, sizes in bytes, files that an interrupted run had already finished."""
+
+    manifest: Manifest
+    source_bytes: int
+    converted_bytes: int
+    resumed: list[str]
+    already_done: bool
+
+
+def conversion_id(source: Source, recipe: Recipe, facts: SourceFacts, side: dict[str, str]) -> str:
+    """Digest of exactly what decides the output bytes: input bytes, recipe, format version."""
+    tensors = {
+        name: [entry.dtype, list(entry.shape), facts.tensors[name].digest]
+        for name, entry in source.checkpoint.tensors.items()
+    }
+    return digest_json(
+        {
+            "format_version": FORMAT_VERSION,
+            "family": FAMILY,
+            "recipe": recipe.resolved(),
+            "tensors": tensors,
+            "side_files": side,
+        }
+    )
+
+
+def _require_apart(source: Path, target: Path) -> None:
+    inside, outside = source.resolve(), target.resolve()
+    if inside == outside or inside in outside.parents or outside in inside.parents:
+        raise InputError(
+            f"{target}: lies in, or holds, the source {source}. Choose another place; sources stay untouched."
+        )
+
+
+def _scale(part: PlannedPart, facts: SourceFacts) -> np.ndarray:
+    row_amax = facts.tensors[part.spec.name].row_amax
+    if part.encoding == "nvfp4":
+        return np.array(nvfp4.multiplier(float(row_amax.max(initial=0))), np.float32)
+    return fp8.row_scales(row_amax)
+
+
+def _laid_out(words: np.ndarray, layout: str) -> np.ndarray:
+    tile = layout_named(layout)
+    return words if tile is None else tile.apply(words)
+
+
+def _quantise(
+    weight: np.ndarray, scale: np.ndarray, words: PlannedPart, block_scale: PlannedPart | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Stored bytes (layout applied) of a band of whole tile rows: words, and block scales where the encoding has them."""
+    if block_scale is None:
+        return _laid_out(fp8.encode_rows(weight, scale), words.layout), None
+    codes, scales = nvfp4.encode(weight, np.float32(scale))
+    return _laid_out(codes, words.layout), _laid_out(scales, block_scale.layout)
+
+
+class _Converter:
+    def __init__(
+        self, source: Source, plan: ConversionPlan, facts: SourceFacts, workers: int, advance: Advance
+    ) -> None:
+        self.source, self.plan, self.facts, self.advance = source, plan, facts, advance
+        self.workers = workers
+        self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
+
+    def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
+        """Write one file of the plan; the digests of its tensors."""
+        tensors = dict(self.plan.files)[name]
+        with stage.create(name) as handle, SpooledTemporaryFile(SPOOL_BYTES, dir=stage.path) as spool:
+            writer = ShardWriter(handle, tensors, file_metadata(identity))
+            for tensor in tensors:
+                part = self.plan.parts[tensor.name]
+                if part.part == "plain":
+                    self._copy(writer, part)
+                elif part.part in ("row_scale", "global_scale"):
+                    writer.write(_scale(part, self.facts))
+                elif part.part == "words":
+                    spool.seek(0)
+                    spool.truncate()
+                    self._words(writer, part, pool, spool)
+                else:
+                    spool.seek(0)
+                    while block := spool.read(SPOOL_BYTES):
+                        writer.write(block)
+            record = writer.close()
+        stage.finished(name, record, {"digests": writer.digests})
+        return writer.digests
+
+    def _blocks(self, name: str, block_bytes: int) -> Iterator[memoryview]:
+        entry = self.source.checkpoint.tensors[name]
+        digest = xxhash.xxh3_128()
+        for block in self.source.checkpoint.blocks(name, block_bytes):
+            digest.update(block)
+            self.advance(len(block))
+            yield block
+        require_unchanged(entry, self.facts.tensors[name].digest, digest.hexdigest())
+
+    def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
+        for block in self._blocks(part.spec.name, BAND_BYTES):
+            writer.write(block)
+
+    def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
+        entry = self.source.checkpoint.tensors[part.spec.name]
+        columns = entry.shape[1]
+        scale = _scale(part, self.facts)
+        block_scale = self.block_scales.get(part.spec.name)
+        pending: deque[Future[tuple[np.ndarray, np.ndarray | None]]] = deque()
+
+        def take() -> None:
+            words, scales = pending.popleft().result()
+            writer.write(words)
+            if scales is not None:
+                spool.write(np.ascontiguousarray(scales).data)
+
+        def work(raw: bytes, first: int) -> tuple[np.ndarray, np.ndarray | None]:
+            weight = to_float32(np.frombuffer(raw, NUMPY_DTYPE[entry.dtype]).reshape(-1, columns), entry.dtype)
+            mine = scale[first : first + len(weight)] if block_scale is None else scale
+            return _quantise(weight, mine, part, block_scale)
+
+        first = 0
+        for block in self._blocks(part.spec.name, row_band(entry, BAND_BYTES, ROWS)):
+            pending.append(pool.submit(work, bytes(block), first))
+            first += len(block) // (entry.nbytes // entry.shape[0])
+            if len(pending) > self.workers + 1:
+                take()
+        while pending:
+            take()
+
+
+def _side_files(source: Source) -> dict[str, str]:
+    """Digest of every side file, all of which decide output bytes."""
+    return {name: digest_file(source.checkpoint.path / name) for name in _copied(source)}
+
+
+def _copied(source: Source) -> list[str]:
+    # A plain source's config.json has no quantisation to strip, and goes over byte for byte like the rest;
+    # hf_quant_config.json would lie about the converted weights and is kept inside the manifest instead.
+    return [name for name in source.checkpoint.side_files if name != HF_QUANT_CONFIG]
+
+
+def _write_side_files(source: Source, stage: StageDirectory) -> None:
+    for name in _copied(source):
+        if stage.resume(name) is not None:
+            continue
+        digest, size = xxhash.xxh3_128(), 0
+        with stage.create(name) as handle:
+            for block in file_blocks(source.checkpoint.path / name):
+                digest.update(block)
+                size += len(block)
+                handle.write(block)
+        stage.finished(name, FileRecord(size=size, digest=digest.hexdigest()))
+
+
+def _tensor_records(
+    source: Source, plan: ConversionPlan, facts: SourceFacts, digests: dict[str, str]
+) -> dict[str, TensorRecord]:
+    file_of = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
+    records = {}
+    for name, part in plan.parts.items():
+        entry = source.checkpoint.tensors[part.spec.name]
+        origin = SourceRef(
+            name=entry.name, dtype=entry.dtype, shape=list(entry.shape), digest=facts.tensors[entry.name].digest
+        )
+        records[name] = TensorRecord(
+            weight=part.spec.name,
+            part=part.part,
+            encoding=part.encoding,
+            layout=part.layout,
+            dtype=part.stored.dtype,
+            shape=list(part.stored.shape),
+            canonical_shape=list(part.canonical_shape),
+            file=file_of[name],
+            digest=digests[name],
+            sources=[origin],
+        )
+    return records
+
+
+def _source_record(source: Source, facts: SourceFacts) -> SourceRecord:
+    hf_path = source.checkpoint.path / HF_QUANT_CONFIG
+    return SourceRecord(
+        quantization_config=source.quantization_config,
+        hf_quant_config=read_json(hf_path) if hf_path.exists() else None,
+        files=facts.files,
+    )
+
+
+def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionReport | None:
+    if not has_manifest(target):
+        return None
+    manifest = read_manifest(target)
+    if manifest.conversion_id != identity or manifest.stage != "converted":
+        raise InputError(
+            f"{target}: already holds {manifest.stage} directory {manifest.conversion_id}; this run would make "
+            f"{identity}. Choose another directory."
+        )
+    for name, record in manifest.files.items():
+        path = target / name
+        if not path.is_file() or path.stat().st_size != record.size or digest_file(path) != record.digest:
+            raise InputError(f"{path}: missing or damaged in a finished directory. Remove {target} and convert again.")
+    size = sum(entry.nbytes for entry in Checkpoint.open(target).tensors.values())
+    return ConversionReport(manifest, source_bytes, size, [], True)
+
+
+def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advance: Advance) -> ConversionReport:
+    """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
+
+    Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
+    """
+    source = Source.open(source_path)
+    _require_apart(source_path, target)
+    plan = plan_conversion(source, recipe)
+    source_bytes = sum(entry.nbytes for entry in source.checkpoint.tensors.values())
+    if not target.exists():
+        require_space(target, plan.nbytes)
+    facts = scan(source, workers, advance)
+    identity = conversion_id(source, recipe, facts, _side_files(source))
+    if (done := _already_done(target, identity, source_bytes)) is not None:
+        return done
+    with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
+        converter = _Converter(source, plan, facts, workers, advance)
+        digests: dict[str, str] = {}
+        with disk_errors(target):
+            for name, tensors in plan.files:
+                note = stage.resume(name)
+                if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:
+                    digests |= note["digests"]
+                    advance(
+                        sum(
+                            source.checkpoint.tensors[n].nbytes for n in {plan.parts[t.name].spec.name for t in tensors}
+                        )
+                    )
+                else:
+                    digests |= converter.write_file(stage, name, pool, identity)
+            _write_side_files(source, stage)
+            weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
+            stage.put_index(weight_map, plan.nbytes)
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            stage="converted",
+            family=FAMILY,
+            conversion_id=identity,
+            recipe=recipe.resolved(),
+            tp_size=None,
+            tp_rank=None,
+            tensors=_tensor_records(source, plan, facts, digests),
+            files=dict(sorted(stage.files.items())),
+            source=_source_record(source, facts),
+            provenance={"tool": f"duovolt {__version__}"} | source.provenance(),
+        )
+        return ConversionReport(stage.seal(manifest), source_bytes, plan.nbytes, stage.resumed, False)

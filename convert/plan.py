@@ -1,0 +1,66 @@
+"""The plan of a conversion: every tensor's encoding, layout, stored shape and file, from headers and recipe alone."""
+
+from dataclasses import dataclass
+
+from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_OF_DTYPE, part_name
+from ..checkpoint.errors import InputError
+from ..checkpoint.files import plan_files
+from ..checkpoint.layouts import CANONICAL, stored_form
+from ..checkpoint.manifest import PartName
+from ..checkpoint.writer import Planned
+from ..model.inventory import TensorSpec
+from .recipe import Recipe
+from .source import Source
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """One tensor to be stored: which part of which weight, in which layout."""
+
+    spec: TensorSpec
+    part: PartName
+    encoding: str
+    layout: str
+    canonical_shape: tuple[int, ...]
+    stored: Planned
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """`parts` by stored name; `files` as (name, tensors in storage order)."""
+
+    parts: dict[str, PlannedPart]
+    files: list[tuple[str, list[Planned]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in the converted directory."""
+        return sum(part.stored.nbytes for part in self.parts.values())
+
+
+def _parts(spec: TensorSpec, dtype: str, encoding: str | None, layout_family: str) -> list[PlannedPart]:
+    if encoding is None:
+        stored = Planned(spec.name, dtype, spec.shape)
+        return [PlannedPart(spec, "plain", PLAIN_OF_DTYPE[dtype], CANONICAL, spec.shape, stored)]
+    found = []
+    for part in MATRIX_ENCODINGS[encoding]:
+        try:
+            shape = part.shape(*spec.shape)
+        except InputError as error:
+            raise InputError(f"{spec.name}: cannot become {encoding}: {error}. Use a recipe that keeps it.") from None
+        layout, stored_shape = stored_form(layout_family, encoding, part.name, shape)
+        stored = Planned(part_name(spec.name, part), part.dtype, stored_shape)
+        found.append(PlannedPart(spec, part.name, encoding, layout, shape, stored))
+    return found
+
+
+def plan_conversion(source: Source, recipe: Recipe) -> ConversionPlan:
+    """Raises InputError for a tensor that the recipe cannot encode."""
+    encodings = recipe.encodings(source.config)
+    groups = [
+        _parts(spec, source.checkpoint.tensors[name].dtype, encodings[name], recipe.layout)
+        for name, spec in source.specs.items()
+    ]
+    parts = {part.stored.name: part for group in groups for part in group}
+    files = plan_files([[part.stored for part in group] for group in groups], recipe.max_shard_bytes)
+    return ConversionPlan(parts, files)
