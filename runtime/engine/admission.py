@@ -1,0 +1,41 @@
+"""Which requests can be served at all, and how long their answers may get."""
+
+from ..messages import GenerateRequest
+from .pages import pages_for
+from .sampling import fault_of
+
+
+def answer_limit(request: GenerateRequest, max_context: int) -> int:
+    """Tokens the answer may have: max_tokens, or what the context leaves."""
+    return min(request.max_tokens, max_context - len(request.prompt))
+
+
+def fault_of_request(request: GenerateRequest, max_context: int, vocabulary: int, pages: int) -> str | None:
+    """Why a request cannot be served, None if it can. `pages`: the size of the pool."""
+    prompt = request.prompt
+    if not 0 <= request.request_id < 1 << 64:
+        return f"request id {request.request_id} is not an unsigned 64-bit number."
+    if not prompt:
+        return "the prompt is empty: at least one token is needed."
+    if bad := [token for token in prompt if not 0 <= token < vocabulary]:
+        return f"the prompt holds token {bad[0]}; the model knows ids 0 to {vocabulary - 1}."
+    if request.max_tokens < 0:
+        return f"max_tokens is {request.max_tokens}, expected 0 or more."
+    if len(prompt) + min(request.max_tokens, 1) > max_context:
+        return f"the prompt has {len(prompt)} tokens; the context holds {max_context}, prompt and answer together."
+    needed = pages_for(len(prompt) + answer_limit(request, max_context))
+    if needed > pages:
+        return f"the request needs {needed} pages of keys and values, the server has {pages}. Lower max_tokens."
+    if request.echo_logprobs and not request.sampling.logprobs:
+        return "echo_logprobs needs sampling.logprobs of 1 or more."
+    if request.rope_positions is not None and (fault := _rope_fault(request.rope_positions, len(prompt))):
+        return fault
+    return fault_of(request.sampling, vocabulary)
+
+
+def _rope_fault(rows: list[list[int]], length: int) -> str | None:
+    if len(rows) != 3 or any(len(row) != length for row in rows):
+        return f"rope_positions has rows of {[len(row) for row in rows]} positions, expected three of {length}."
+    if any(not 0 <= position < length for row in rows for position in row):
+        return f"rope_positions must lie in 0 to {length - 1}: images take no more positions than tokens."
+    return None

@@ -1,0 +1,23 @@
+"""The record of a step, equal on every rank."""
+
+import struct
+
+import xxhash
+
+from ..messages import StepRecord, TokenEvent
+from .cache import Cache
+
+
+def step_record(kind: str, events: list[TokenEvent], cache: Cache, pending: int) -> StepRecord:
+    """Sum up what a step gave out and where it left the caches."""
+    digest = xxhash.xxh64()
+    for event in events:
+        digest.update(struct.pack(f"<{2 + len(event.tokens)}Q", event.request_id, len(event.tokens), *event.tokens))
+    return StepRecord(
+        kind=kind,
+        tokens_produced=sum(len(event.tokens) for event in events),
+        token_hash=digest.intdigest(),
+        position=sum(cache.lengths),
+        free_pages=cache.free_pages,
+        pending=pending,
+    )

@@ -1,0 +1,104 @@
+"""Where a model's float32 weights come from: a rank directory, a converted directory, or a plain checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...checkpoint.directory import Checkpoint
+from ...checkpoint.encodings import plain
+from ...checkpoint.encodings.weights import read_weight, weights_of
+from ...checkpoint.errors import InputError
+from ...checkpoint.manifest import has_manifest, read_manifest
+from ...model.config import ModelConfig
+from ...model.inventory import check_closed, inventory
+from ...model.partition import split_of
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """One rank's weights by logical name.
+
+    shapes  logical name -> this rank's shape, vision included
+    summed  names cut along their input axis: their products are summed over the ranks
+    cut     names cut along their output axis
+    read    name -> float32 values
+    """
+
+    where: str
+    config: ModelConfig
+    tp_size: int
+    tp_rank: int
+    shapes: dict[str, tuple[int, ...]]
+    summed: frozenset[str]
+    cut: frozenset[str]
+    read: Callable[[str], np.ndarray]
+
+
+def open_source(directory: Path) -> WeightSource:
+    """The weights of a finished rank or converted directory, or of a plain BF16, FP16 or FP32 checkpoint.
+
+    Raises InputError, from headers and manifest alone, if a tensor is missing, unknown or of a wrong shape.
+    """
+    if has_manifest(directory):
+        return _from_manifest(directory)
+    checkpoint = Checkpoint.open(directory)
+    if any("conversion_id" in header.metadata for header in checkpoint.headers.values()):
+        read_manifest(directory)  # refuses the directory as unfinished
+    config = ModelConfig.from_dict(checkpoint.config, str(directory / "config.json"))
+    for name, entry in checkpoint.tensors.items():
+        if entry.dtype not in ("BF16", "F16", "F32"):
+            raise InputError(
+                f"{directory}: tensor {name!r} is {entry.dtype}: a quantised checkpoint. Run `duovolt convert` first."
+            )
+    shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
+    check_closed(config, shapes, str(directory))
+
+    def read(name: str) -> np.ndarray:
+        return plain.to_float32(checkpoint.read(name), checkpoint.tensors[name].dtype)
+
+    return WeightSource(str(directory), config, 1, 0, shapes, frozenset(), frozenset(), read)
+
+
+def _from_manifest(directory: Path) -> WeightSource:
+    manifest = read_manifest(directory)
+    checkpoint = Checkpoint.open(directory)
+    config = ModelConfig.from_dict(checkpoint.config, str(directory / "config.json"))
+    size, rank = manifest.tp_size or 1, manifest.tp_rank or 0
+    axes: dict[str, int | None] = {}
+    for weight, parts in weights_of(manifest).items():
+        values = parts.get("plain") or parts.get("words")
+        if values is None:
+            raise InputError(f"{directory}: weight {weight!r} has only {', '.join(parts)}. Make this directory again.")
+        split = manifest.tensors[values].split
+        axes[weight] = None if split is None else split.axis
+    # The closed list is that of the whole model: each name's shape here is judged when it is read.
+    wanted = check_closed(config, _whole_shapes(config, axes), str(directory))
+    shapes = {}
+    for name, spec in wanted.items():
+        split_here = split_of(spec, config, size)
+        if size > 1 and axes[name] != split_here.axis:
+            raise InputError(
+                f"{directory}: {name!r} is cut along axis {axes[name]}, the partition table says {split_here.axis}. "
+                "Run `duovolt shard` again."
+            )
+        shape = list(spec.shape)
+        if split_here.axis is not None:
+            shape[split_here.axis] = sum(stop - start for start, stop in split_here.ranges[rank])
+        shapes[name] = tuple(shape)
+    return WeightSource(
+        str(directory),
+        config,
+        size,
+        rank,
+        shapes,
+        frozenset(name for name, axis in axes.items() if axis == 1),
+        frozenset(name for name, axis in axes.items() if axis == 0),
+        lambda name: read_weight(checkpoint, manifest, name),
+    )
+
+
+def _whole_shapes(config: ModelConfig, names: dict[str, int | None]) -> dict[str, tuple[int, ...]]:
+    known = inventory(config)
+    return {name: known[name].shape if name in known else () for name in names}
