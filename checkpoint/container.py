@@ -216,7 +216,7 @@ def read_range(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     buffer = np.empty(end - begin, np.uint8)
     with entry.path.open("rb", buffering=0) as handle:
         handle.seek(entry.begin + begin)
-        _fill(handle, memoryview(buffer), entry)
+        _fill(handle, buffer.data, entry)
     return buffer
 
 

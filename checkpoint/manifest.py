@@ -23,7 +23,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     """Base of the manifest's records: unknown keys are refused, values never change."""
 
 
-class SourceRef(Record):
+class SourceRef(Record, frozen=True):
     """One tensor of the source: name, dtype and shape as its header said, xxh3-128 of its bytes."""
 
     name: str
@@ -32,7 +32,7 @@ class SourceRef(Record):
     digest: str
 
 
-class Whole(Record):
+class Whole(Record, frozen=True):
     """The tensor in the converted directory that a rank's tensor is a part of (shape and layout as stored there)."""
 
     shape: list[int]
@@ -40,7 +40,7 @@ class Whole(Record):
     digest: str
 
 
-class SplitRecord(Record):
+class SplitRecord(Record, frozen=True):
     """Which part a rank holds: index ranges along `axis` of the canonical whole, concatenated in order.
 
     `axis` None: the tensor is replicated, and `ranges` is empty.
@@ -51,7 +51,7 @@ class SplitRecord(Record):
     whole: Whole
 
 
-class TensorRecord(Record):
+class TensorRecord(Record, frozen=True):
     """One stored tensor. `weight` is the logical weight it belongs to, `canonical_shape` its shape before the layout."""
 
     weight: str
@@ -67,14 +67,14 @@ class TensorRecord(Record):
     split: SplitRecord | None = None
 
 
-class FileRecord(Record):
+class FileRecord(Record, frozen=True):
     """Size in bytes and xxh3-128 of a file."""
 
     size: int
     digest: str
 
 
-class SourceRecord(Record):
+class SourceRecord(Record, frozen=True):
     """What the source said of itself: quantisation configuration kept word for word, files with their digests."""
 
     quantization_config: dict[str, Any] | None
@@ -82,7 +82,7 @@ class SourceRecord(Record):
     files: dict[str, FileRecord]
 
 
-class Manifest(Record):
+class Manifest(Record, frozen=True):
     """The whole record; see docs/checkpoint.md for the meaning of each key."""
 
     format_version: int

@@ -78,7 +78,9 @@ class ShardWriter:
 
     def write(self, data: np.ndarray | bytes | memoryview) -> None:
         """The next bytes of the tensor being written; must not cross into the next one. `data` is contiguous."""
-        view = memoryview(
+        if isinstance(data, np.ndarray):
+            data = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        view = memoryview(data)
             np.ascontiguousarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
         )
         if len(view) > self._left:

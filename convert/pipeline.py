@@ -115,7 +115,7 @@ class _Converter:
     def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
         """Write one file of the plan; the digests of its tensors."""
         tensors = dict(self.plan.files)[name]
-        with stage.create(name) as handle, SpooledTemporaryFile(SPOOL_BYTES, dir=stage.path) as spool:
+        with stage.create(name) as handle, SpooledTemporaryFile(SPOOL_BYTES, dir=str(stage.path)) as spool:
             writer = ShardWriter(handle, tensors, file_metadata(identity))
             for tensor in tensors:
                 part = self.plan.parts[tensor.name]

@@ -97,14 +97,14 @@ def _scan(entry: TensorEntry, blocks: Iterable[memoryview]) -> TensorFacts:
     Magnitudes of floating-point words order as integers, so the maximum needs no conversion and is exact.
     """
     mask, infinite = MAGNITUDE[entry.dtype]
-    unsigned = np.dtype("<u2") if mask == 0x7FFF else np.dtype("<u4")
+    unsigned: np.dtype[Any] = np.dtype("<u2") if mask == 0x7FFF else np.dtype("<u4")
     columns = entry.shape[1] if len(entry.shape) == 2 else max(1, entry.nbytes // unsigned.itemsize)
     digest = xxhash.xxh3_128()
     tops: list[np.ndarray] = []
     done = 0
     for block in blocks:
         digest.update(block)
-        words = np.frombuffer(block, unsigned) & unsigned.type(mask)
+        words: np.ndarray = np.frombuffer(block, unsigned) & unsigned.type(mask)
         top = words.reshape(-1, columns).max(axis=1) if len(entry.shape) == 2 else words.max(keepdims=True)
         if top.max(initial=0) >= infinite:
             at = int(np.argmax(words >= infinite))

@@ -183,7 +183,11 @@ def _text(section: _Section) -> TextConfig:
         )
     if len(text.mrope_section) != 3 or not all(type(n) is int and n >= 0 for n in text.mrope_section):
         raise InputError(f"{where}: mrope_section is {mrope!r}, expected three whole numbers.")
-    if text.rotary_dim % 2 or not 0 < text.rotary_dim <= text.head_dim or sum(text.mrope_section) != text.rotary_dim // 2:
+    if (
+        text.rotary_dim % 2
+        or not 0 < text.rotary_dim <= text.head_dim
+        or sum(text.mrope_section) != text.rotary_dim // 2
+    ):
         raise InputError(
             f"{where}: mrope_section {list(text.mrope_section)} must add up to half of the {text.rotary_dim} rotary "
             f"dimensions of a head of {text.head_dim}."

@@ -1,0 +1,65 @@
+"""`duovolt shard CONVERTED DST --tp N`."""
+
+import argparse
+import json
+import resource
+from pathlib import Path
+
+from ..checkpoint.directory import Checkpoint
+from ..checkpoint.manifest import read_manifest
+from ..shard.split import ShardReport, shard
+from .progress import byte_bar
+
+SUMMARY = "split a converted directory over tensor-parallel ranks"
+EXAMPLE = """example:
+  duovolt shard converted ranks --tp 2
+  duovolt shard converted ranks --tp 2 --rank 1    the second rank alone, byte for byte the same
+
+An interrupted run is resumed by the same command."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.add_argument("converted", type=Path, metavar="CONVERTED", help="what `duovolt convert` wrote")
+    parser.add_argument("target", type=Path, metavar="DST", help="folder for the rank-R-of-N directories")
+    parser.add_argument("--tp", type=int, required=True, metavar="N", help="number of ranks (cards)")
+    parser.add_argument("--rank", type=int, metavar="R", help="write this rank alone (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+
+
+def describe(report: ShardReport) -> str:
+    """One line a rank, one for what lost its tiles, one for identity and memory."""
+    lines = []
+    for rank in report.ranks:
+        state = " (already there, every file re-hashed)" if rank.already_done else ""
+        kept = f", {len(rank.resumed)} files kept from an interrupted run" if rank.resumed else ""
+        lines.append(
+            f"{rank.path.name}: {rank.nbytes / 1e6:,.2f} MB, {rank.replicated_bytes / 1e6:,.2f} of it "
+            f"on every rank{kept}{state}"
+        )
+    if report.canonical:
+        lines.append(
+            f"{len(report.canonical)} tensors are stored row by row, because a cut falls inside a tile: "
+            f"{', '.join(report.canonical[:3])}{', ...' if len(report.canonical) > 3 else ''}"
+        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    lines.append(f"conversion {report.conversion_id}, peak memory {peak / 1e6:,.0f} MB")
+    return "\n".join(lines)
+
+
+def as_json(report: ShardReport) -> dict[str, object]:
+    """The report in plain JSON types."""
+    ranks = [{**vars(rank), "path": str(rank.path)} for rank in report.ranks]
+    return {**vars(report), "ranks": ranks}
+
+
+def run(args: argparse.Namespace) -> int:
+    read_manifest(args.converted)  # so that "unfinished" comes before any complaint about what is unfinished
+    total = sum(entry.nbytes for entry in Checkpoint.open(args.converted).tensors.values())
+    with byte_bar("shard", total, args.quiet) as advance:
+        report = shard(args.converted, args.target, args.tp, args.rank, advance)
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
+    if not args.quiet:
+        print(describe(report))
+    return 0
