@@ -1,0 +1,1 @@
+"""The splitter: a converted directory to one directory a tensor-parallel rank."""
