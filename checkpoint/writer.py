@@ -81,8 +81,6 @@ class ShardWriter:
         if isinstance(data, np.ndarray):
             data = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         view = memoryview(data)
-            np.ascontiguousarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else data
-        )
         if len(view) > self._left:
             raise ValueError(f"{len(view)} bytes offered, {self._left} left to write")
         self._current.update(view)
