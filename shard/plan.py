@@ -76,10 +76,8 @@ def check_headers(checkpoint: Checkpoint, manifest: Manifest) -> None:
         if said != found:
             wrong.append(f"{name}: manifest {said}, file {found}")
     if wrong:
-        more = "; ..." if len(wrong) > 4 else ""
-        raise CheckFailed(
-            f"{checkpoint.path}: {len(wrong)} headers differ from the manifest: {'; '.join(sorted(wrong)[:4])}{more}. Convert again."
-        )
+        listed = "; ".join(sorted(wrong)[:4]) + ("; ..." if len(wrong) > 4 else "")
+        raise CheckFailed(f"{checkpoint.path}: {len(wrong)} headers differ from the manifest: {listed}. Convert again.")
 
 
 def _stored_ranges(name: str, ranges: Ranges, unit: int) -> Ranges:
