@@ -287,5 +287,10 @@ class StageDirectory:
         sealed = manifest.sealed()
         with self.create(MANIFEST) as handle:
             handle.write(sealed.encode())
-        (self.path / JOURNAL).unlink()
+        self.finish()
         return sealed
+
+    def finish(self) -> None:
+        """Drop the journal: nothing is left to resume. A plain checkpoint ends here, without a manifest."""
+        write_event()
+        (self.path / JOURNAL).unlink()

@@ -1,0 +1,195 @@
+"""`duovolt plan SRC`: every tensor's fate and every byte, from headers alone; writes nothing."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.directory import Checkpoint
+from ..checkpoint.errors import InputError
+from ..checkpoint.manifest import (
+    FORMAT_VERSION,
+    Manifest,
+    SourceRecord,
+    SourceRef,
+    TensorRecord,
+    has_manifest,
+    read_manifest,
+)
+from ..convert.plan import plan_conversion
+from ..convert.recipe import load_recipe
+from ..convert.source import Source
+from ..model.config import FAMILY, ModelConfig
+from ..model.inventory import inventory
+from ..model.memory import kv_bytes_per_token, state_bytes
+from ..shard.plan import plan_rank
+
+EXAMPLE = """example:
+  duovolt plan Qwen3.8-27B --tp 2 --max-context 262144
+  duovolt plan converted --tp 4 --json"""
+
+CARD_BYTES = 32 << 30  # what the product is for: a 32 GB V100
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.add_argument("source", type=Path, metavar="SRC", help="a source or converted directory")
+    parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--max-context", type=int, metavar="N", help="positions (default: the model's own limit)")
+    parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
+    parser.add_argument("--json", action="store_true", help="machine-readable, every tensor")
+
+
+def planned_manifest(source_path: Path, recipe_name: str) -> Manifest:
+    """The manifest that `convert` would write, digests left empty; or the one that is there."""
+    if has_manifest(source_path):
+        manifest = read_manifest(source_path)
+        if manifest.stage != "converted":
+            raise InputError(f"{source_path}: a rank directory; plan its source or converted directory.")
+        return manifest
+    source = Source.open(source_path)
+    recipe = load_recipe(recipe_name)
+    plan = plan_conversion(source, recipe)
+    file_of = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
+    tensors = {}
+    for name, part in plan.parts.items():
+        entry = source.checkpoint.tensors[part.spec.name]
+        tensors[name] = TensorRecord(
+            weight=part.spec.name,
+            part=part.part,
+            encoding=part.encoding,
+            layout=part.layout,
+            dtype=part.stored.dtype,
+            shape=list(part.stored.shape),
+            canonical_shape=list(part.canonical_shape),
+            file=file_of[name],
+            digest="",
+            sources=[SourceRef(name=entry.name, dtype=entry.dtype, shape=list(entry.shape), digest="")],
+        )
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        stage="converted",
+        family=FAMILY,
+        conversion_id="",
+        recipe=recipe.resolved(),
+        tp_size=None,
+        tp_rank=None,
+        tensors=tensors,
+        files={},
+        source=SourceRecord(quantization_config=None, hf_quant_config=None, files={}),
+        provenance={},
+    )
+
+
+def _ranks(manifest: Manifest, config: ModelConfig, tp: int, where: str) -> list[dict[str, Any]]:
+    ranks = []
+    for rank in range(tp):
+        parts = [part for group in plan_rank(manifest, config, tp, rank, where) for part in group]
+        ranks.append(
+            {
+                "rank": rank,
+                "bytes": sum(part.stored.nbytes for part in parts),
+                "replicated_bytes": sum(part.stored.nbytes for part in parts if part.axis is None),
+                "parts": {part.name: {"axis": part.axis, "ranges": part.ranges} for part in parts},
+            }
+        )
+    return ranks
+
+
+def _tensors(manifest: Manifest, config: ModelConfig) -> list[dict[str, Any]]:
+    specs = inventory(config)
+    stored = {
+        name: {"encoding": r.encoding, "layout": r.layout, "dtype": r.dtype, "shape": r.shape, "file": r.file}
+        for name, r in manifest.tensors.items()
+    }
+    return [
+        {
+            "name": name,
+            "weight": record.weight,
+            "role": specs[record.weight].role,
+            "part_of_the_model": specs[record.weight].group,
+            "source_dtype": record.sources[0].dtype,
+            "source_shape": record.sources[0].shape,
+            **stored[name],
+        }
+        for name, record in manifest.tensors.items()
+    ]
+
+
+def facts(path: Path, recipe: str, tp: int, max_context: int | None, kv: str) -> dict[str, Any]:
+    """Everything `plan` prints, as JSON values. Raises InputError with the reason for a model that is refused."""
+    manifest = planned_manifest(path, recipe)
+    config = ModelConfig.read(path)
+    context = config.text.max_position_embeddings if max_context is None else max_context
+    if not 1 <= context <= config.text.max_position_embeddings:
+        raise InputError(
+            f"--max-context {context}: the model has 1 to {config.text.max_position_embeddings} positions."
+        )
+    ranks = _ranks(manifest, config, tp, str(path))
+    token, state = kv_bytes_per_token(config, tp, kv), state_bytes(config, tp)
+    heaviest = max(rank["bytes"] for rank in ranks)
+    source = Checkpoint.open(path)
+    return {
+        "recipe": manifest.recipe["name"],
+        "source_bytes": sum(entry.nbytes for entry in source.tensors.values()),
+        "converted_bytes": sum(entry["bytes"] for entry in _by_encoding(manifest).values()),
+        "by_encoding": _by_encoding(manifest),
+        "tp": tp,
+        "ranks": ranks,
+        "kv": kv,
+        "kv_bytes_per_token": token,
+        "state_bytes": state,
+        "max_context": context,
+        "card_bytes_needed": heaviest + token * context + state,
+        "fits_32_gb_card": heaviest + token * context + state < CARD_BYTES,
+        "tensors": _tensors(manifest, config),
+    }
+
+
+def _by_encoding(manifest: Manifest) -> dict[str, dict[str, int]]:
+    from ..checkpoint.writer import Planned
+
+    found: dict[str, dict[str, int]] = {}
+    for name, record in manifest.tensors.items():
+        entry = found.setdefault(record.encoding, {"weights": 0, "bytes": 0})
+        entry["weights"] += record.part in ("plain", "words")
+        entry["bytes"] += Planned(name, record.dtype, tuple(record.shape)).nbytes
+    return dict(sorted(found.items()))
+
+
+def _print(found: dict[str, Any]) -> None:
+    print(f"recipe {found['recipe']}: {found['source_bytes'] / 1e6:,.2f} MB here, "
+          f"{found['converted_bytes'] / 1e6:,.2f} MB converted")  # fmt: skip
+    by_role: dict[tuple[str, str, str, str], int] = {}
+    for tensor in found["tensors"]:
+        if tensor["name"] == tensor["weight"]:
+            key = (
+                tensor["part_of_the_model"],
+                tensor["role"].split("visual.")[0] or "visual",
+                tensor["encoding"],
+                tensor["layout"],
+            )
+            by_role[key] = by_role.get(key, 0) + 1
+    axes = {name: part["axis"] for name, part in found["ranks"][0]["parts"].items()}
+    kinds = {t["role"]: axes.get(t["name"]) for t in found["tensors"] if t["name"] == t["weight"]}
+    cut = {None: "replicated", 0: "column parallel", 1: "row parallel"}
+    for (group, role, encoding, layout), count in by_role.items():
+        print(f"  {group:<6} {role:<26} x{count:<4} {encoding:<9} {layout:<12} {cut[kinds.get(role)]}")
+    for rank in found["ranks"]:
+        print(f"rank {rank['rank']} of {found['tp']}: {rank['bytes'] / 1e6:,.2f} MB, "
+              f"{rank['replicated_bytes'] / 1e6:,.2f} of it on every rank")  # fmt: skip
+    print(f"KV ({found['kv']}): {found['kv_bytes_per_token']:,} bytes a token and rank; state {found['state_bytes'] / 1e6:,.2f} MB "
+          "a sequence and rank")  # fmt: skip
+    verdict = "fits" if found["fits_32_gb_card"] else "does not fit"
+    print(f"one sequence of {found['max_context']:,} positions needs {found['card_bytes_needed'] / 1e9:,.2f} GB a card "
+          f"before workspace: {verdict} a 32 GB card")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    found = facts(args.source, args.recipe, args.tp, args.max_context, args.kv)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    elif not args.quiet:
+        _print(found)
+    return 0

@@ -1,0 +1,127 @@
+"""`dequantize`: any directory we read back to a plain Hugging Face checkpoint, in bands.
+
+A quantised weight gets the wanted dtype. A plain tensor keeps its own words in bfloat16 output (nothing to gain by
+rounding a float32 `A_log`), and is widened, exactly, in float32 output.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint.bands import CanonicalReader, DecodedWeight, band_edges, canonical_rows
+from ..checkpoint.container import NUMPY_DTYPE, read_range
+from ..checkpoint.directory import Checkpoint
+from ..checkpoint.encodings.plain import to_bf16, to_float32
+from ..checkpoint.encodings.weights import weights_of
+from ..checkpoint.errors import InputError
+from ..checkpoint.files import plan_files
+from ..checkpoint.manifest import Manifest
+from ..checkpoint.stage import StageDirectory, disk_errors, require_space
+from ..checkpoint.writer import Planned, ShardWriter
+
+MAX_SHARD_BYTES = 5_000_000_000
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+
+Rows = Callable[[int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """A tensor of the output: stored dtype, shape, and `rows(first, last)` giving its stored words."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class ConvertedReader:
+    """Canonical rows of a converted directory's stored tensors."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        return canonical_rows(self.checkpoint.tensors[name], self.manifest.tensors[name], first, last)
+
+
+def source_tensors(checkpoint: Checkpoint, dtype: str) -> Iterator[PlainTensor]:
+    """The tensors of a plain source. Raises InputError for a dtype that is not plain."""
+    for name, entry in checkpoint.tensors.items():
+        if entry.dtype not in ("BF16", "F16", "F32"):
+            raise InputError(
+                f"{entry.path}: tensor {name!r} is {entry.dtype}; this version dequantises its own formats."
+            )
+        row = entry.nbytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.nbytes
+
+        def words(first: int, last: int, entry: Any = entry, row: int = row) -> np.ndarray:
+            return read_range(entry, first * row, last * row).view(NUMPY_DTYPE[entry.dtype])
+
+        yield _plain(name, entry.dtype, entry.shape, words, dtype)
+
+
+def converted_tensors(manifest: Manifest, reader: CanonicalReader, dtype: str) -> Iterator[PlainTensor]:
+    """The logical weights of a converted directory, or of its ranks joined by `reader`."""
+    for weight, names in weights_of(manifest).items():
+        decoded = DecodedWeight(weight, {part: (name, manifest.tensors[name]) for part, name in names.items()})
+        if "plain" in names:
+            record = manifest.tensors[names["plain"]]
+
+            def words(first: int, last: int, name: str = names["plain"]) -> np.ndarray:
+                return reader.rows(name, first, last)
+
+            yield _plain(weight, record.dtype, decoded.shape, words, dtype)
+        else:
+
+            def values(first: int, last: int, decoded: DecodedWeight = decoded) -> np.ndarray:
+                found = decoded.decode(reader, first, last)
+                return found if dtype == "F32" else to_bf16(found)
+
+            yield PlainTensor(weight, dtype, decoded.shape, values)
+
+
+def _plain(name: str, stored: str, shape: tuple[int, ...], words: Rows, wanted: str) -> PlainTensor:
+    if wanted == "BF16":
+        return PlainTensor(name, stored, shape, words)
+    return PlainTensor(name, "F32", shape, lambda first, last: to_float32(words(first, last), stored))
+
+
+def write_plain(
+    tensors: list[PlainTensor], side_files: Mapping[str, Path], target: Path, advance: Callable[[int], None]
+) -> int:
+    """Write a plain checkpoint into the new or empty directory `target`; the bytes of tensor data written.
+
+    Raises InputError if the directory is not empty, EnvironmentFault if the disk is too small.
+    """
+    if target.exists() and target.is_dir() and any(target.iterdir()):
+        raise InputError(f"{target}: not empty. Choose a new directory.")
+    planned = {tensor.name: Planned(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors}
+    total = sum(tensor.nbytes for tensor in planned.values())
+    require_space(target, total)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    files = plan_files([[tensor] for tensor in planned.values()], MAX_SHARD_BYTES)
+    with StageDirectory(target, "dequantize") as stage, disk_errors(target):
+        for file, contents in files:
+            with stage.create(file) as handle:
+                writer = ShardWriter(handle, contents, {"format": "pt"})
+                for item in contents:
+                    for band in _bands(by_name[item.name], item.nbytes):
+                        writer.write(band)
+                        advance(band.nbytes)
+                record = writer.close()
+            stage.finished(file, record)
+        for name, path in side_files.items():
+            stage.put(name, path.read_bytes())
+        stage.put_index({item.name: file for file, contents in files for item in contents}, total)
+        stage.finish()
+    return total
+
+
+def _bands(tensor: PlainTensor, nbytes: int) -> Iterator[np.ndarray]:
+    rows = tensor.shape[0] if tensor.shape else 1
+    for first, last in band_edges(rows, nbytes // rows if rows else 0):
+        yield tensor.rows(first, last)
