@@ -67,7 +67,7 @@ def first_sentences(text: str, limit: int) -> str:
     parts = re.split(r"(?<=[a-z0-9)`\]\"'])\.\s+(?=[A-Z`])", text)
     taken = ""
     for part in parts:
-        sentence = part if part.endswith(".") else part + "."
+        sentence = part if part.endswith((".", ".)", "!", "?", ":")) else part + "."
         if len(taken) + len(sentence) + 1 > limit:
             break
         taken = f"{taken} {sentence}".strip()
