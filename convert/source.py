@@ -78,7 +78,7 @@ class Source:
             return {}
         record = read_json(path)
         return (
-            {key: record.get(key) for key in ("repository", "revision", "commit")} if isinstance(record, dict) else {}
+            {key: record.get(key) for key in ("repo", "revision", "commit")} if isinstance(record, dict) else {}
         )
 
 

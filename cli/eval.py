@@ -1,0 +1,65 @@
+"""`duovolt eval DIR`."""
+
+import argparse
+import dataclasses
+import json
+from importlib import resources
+from pathlib import Path
+
+from ..checkpoint.errors import InputError
+from ..perf.quality import Protocol, Quality, measure
+from .progress import byte_bar
+
+EXAMPLE = """example:
+  duovolt eval converted
+  duovolt eval converted --text my.txt --words my-words.txt --prompts 50 --json
+
+Several directories are measured in one run, so that a recipe can be compared with its source:
+  duovolt eval source converted"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="source, converted or rank-0-of-1")
+    parser.add_argument("--text", type=Path, help="held-out text (default: the bundled one, Python documentation)")
+    parser.add_argument("--words", type=Path, help="known words, one a line (default: the bundled list)")
+    for field in dataclasses.fields(Protocol):
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def _text(path: Path | None, bundled: str) -> str:
+    try:
+        return (path or resources.files("duovolt.tiny") / bundled).read_text()  # type: ignore[union-attr]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path or bundled}: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def line(directory: Path, quality: Quality) -> str:
+    """One row of the table."""
+    return (
+        f"{directory.name:<16} {quality.bits_per_byte:6.3f} bits a byte ({quality.scored_bytes:,} bytes)  "
+        f"known words {quality.known_word_share:6.1%} of {quality.words:,}  "
+        f"acceptance {quality.acceptance:6.1%} ({quality.accepted}/{quality.proposed}, {quality.drafts} drafts)  "
+        f"{quality.tokens_per_second:.0f} tok/s on this CPU"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    text = _text(args.text, "heldout.txt")
+    words = set(_text(args.words, "words.txt").split())
+    protocol = Protocol(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Protocol)})
+    if bad := [name for name, value in dataclasses.asdict(protocol).items() if value < (0 if name == "drafts" else 1)]:
+        raise InputError(f"--{bad[0].replace('_', '-')}: at least 1.")
+    found = {}
+    for directory in args.directories:
+        total = protocol.score_bytes + protocol.prompts * protocol.continuation
+        with byte_bar(f"eval {directory.name}", total, args.quiet) as tick:
+            quality = measure(directory, text, words, protocol, tick)
+        found[str(directory)] = dataclasses.asdict(quality) | {"acceptance": quality.acceptance}
+        if not (args.json or args.quiet):
+            print(line(directory, quality), flush=True)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    return 0

@@ -1,0 +1,155 @@
+"""Quality of a checkpoint on held-out text: bits per byte, known words in greedy continuations, draft acceptance.
+
+Everything runs on our own engine, so that the figures of two recipes differ by their weights alone.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from ..checkpoint.errors import InputError
+from ..runtime.engine.engine import Engine
+from ..runtime.engine.loading import EngineSettings, load_engine
+from ..runtime.messages import GenerateRequest, SamplingParams, TokenEvent
+from ..runtime.parallel.base import SoloCollective
+
+DOCUMENT_START = "<|endoftext|>"
+WORD = re.compile(r"[a-z]+")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Figures and what they were measured on. Shares are 0 to 1, `tokens_per_second` those of this machine's CPU."""
+
+    bits_per_byte: float
+    scored_bytes: int
+    known_word_share: float
+    words: int
+    drafts: int
+    proposed: int
+    accepted: int
+    generated_tokens: int
+    tokens_per_second: float
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What is measured: windows for scoring, prompts for continuing (both in tokens)."""
+
+    window: int = 512
+    score_bytes: int = 40_000
+    prompts: int = 10
+    prompt_tokens: int = 64
+    continuation: int = 64
+    drafts: int = 3
+
+
+def documents(text: str) -> list[str]:
+    """The documents of a held-out file: separated by lines that hold `<|endoftext|>`."""
+    found = [part.strip("\n") for part in text.split(DOCUMENT_START)]
+    return [part for part in found if part.strip()]
+
+
+def _finish(engine: Engine) -> Iterator[TokenEvent]:
+    while engine.has_work():
+        yield from engine.step()[1]
+
+
+def _score(
+    engine: Engine, tokenizer: Tokenizer, texts: list[str], protocol: Protocol, tick: Callable[[int], None]
+) -> tuple[float, int]:
+    """(bits, bytes): every token of each text is predicted once, the first from the document's start token."""
+    start = tokenizer.token_to_id(DOCUMENT_START)
+    if start is None:
+        raise InputError(f"the tokenizer has no {DOCUMENT_START}; give a checkpoint of the family.")
+    nats, total = 0.0, 0
+    for text in texts:
+        if total >= protocol.score_bytes:
+            break
+        ids = [start, *tokenizer.encode(text, add_special_tokens=False).ids]
+        for first in range(0, len(ids) - 1, protocol.window):
+            window = ids[first : first + protocol.window + 1]
+            sampling = SamplingParams(temperature=0.0, logprobs=1)
+            engine.add(GenerateRequest(1, window, 0, [], False, sampling, echo_logprobs=True))
+            for event in _finish(engine):
+                if event.error:
+                    raise InputError(event.error)
+                nats -= sum(entry.logprob for entry in event.prompt_logprobs)
+        total += len(text.encode())
+        tick(len(text.encode()))
+    return nats / math.log(2), total
+
+
+def _continue(
+    engine: Engine, prompts: list[list[int]], protocol: Protocol, tick: Callable[[int], None]
+) -> tuple[list[list[int]], int, int]:
+    answers, proposed, accepted = [], 0, 0
+    for prompt in prompts:
+        engine.add(GenerateRequest(1, prompt, protocol.continuation, [], True, SamplingParams(temperature=0.0)))
+        answer: list[int] = []
+        for event in _finish(engine):
+            answer += event.tokens
+            proposed += event.proposed
+            accepted += event.accepted
+        answers.append(answer)
+        tick(len(answer))
+    return answers, proposed, accepted
+
+
+def _prompts(tokenizer: Tokenizer, texts: list[str], protocol: Protocol) -> list[list[int]]:
+    """Evenly spread openings: one from the middle of each of the longest documents, in turn."""
+    encoded = [
+        ids
+        for text in texts
+        if len(ids := tokenizer.encode(text, add_special_tokens=False).ids) > protocol.prompt_tokens
+    ]
+    if not encoded:
+        raise InputError(f"no document of the text is longer than {protocol.prompt_tokens} tokens.")
+    found: list[list[int]] = []
+    step = 0
+    while len(found) < protocol.prompts:
+        ids = encoded[step % len(encoded)]
+        room = len(ids) - protocol.prompt_tokens
+        # Successive rounds over the documents take other places: multiples of an irrational share never repeat.
+        at = int(room * math.fmod((1 + step // len(encoded)) * 0.6180339887498949, 1.0))
+        found.append(ids[at : at + protocol.prompt_tokens])
+        step += 1
+    return found
+
+
+def measure(directory: Path, text: str, words: set[str], protocol: Protocol, tick: Callable[[int], None]) -> Quality:
+    """Measure one directory: a source, converted or rank-0-of-1 directory. Raises InputError."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        raise InputError(f"{path}: no such file; quality is measured on text, which needs the tokenizer.")
+    tokenizer = Tokenizer.from_file(str(path))
+    context = max(protocol.window + 1, protocol.prompt_tokens + protocol.continuation) + 8
+    settings = EngineSettings(max_context=context, drafts=protocol.drafts)
+    engine = load_engine(directory, SoloCollective(), settings)
+    texts = documents(text)
+    bits, scored = _score(engine, tokenizer, texts, protocol, tick)
+    started = time.perf_counter()
+    answers, proposed, accepted = _continue(engine, _prompts(tokenizer, texts, protocol), protocol, tick)
+    seconds = time.perf_counter() - started
+    seen = [word for answer in answers for word in WORD.findall(tokenizer.decode(answer).lower())]
+    generated = sum(map(len, answers))
+    return Quality(
+        bits_per_byte=bits / max(1, scored),
+        scored_bytes=scored,
+        known_word_share=sum(word in words for word in seen) / max(1, len(seen)),
+        words=len(seen),
+        drafts=protocol.drafts,
+        proposed=proposed,
+        accepted=accepted,
+        generated_tokens=generated,
+        tokens_per_second=generated / max(seconds, 1e-9),
+    )
