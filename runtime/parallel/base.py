@@ -1,8 +1,11 @@
 """The contract of a collective: what the engine needs from the other ranks, and its form for one rank."""
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # the proxy and the scripted backend start without torch
+    import torch
 
 
 class Collective(Protocol):

@@ -6,30 +6,20 @@ each rank has received (the smaller count is admitted by both) and which request
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from ...checkpoint.errors import CheckFailed
+from ..messages import StepRecord
 from .faults import LOCKSTEP_DOOR, read_fault
 from .region import RECORD_WORDS, Region
 from .waiting import wait_for
 
-KINDS = ("admit", "prefill", "round")
-
-
-@dataclass(frozen=True)
-class LockstepRecord:
-    """One step of one rank. `token_hash` is xxh64 of the step's tokens, `position` and `free_pages` as the engine says."""
-
-    kind: str
-    tokens: int = 0
-    token_hash: int = 0
-    position: int = 0
-    free_pages: int = 0
-    pending: int = 0
+KINDS = ("admit", "prefill", "round", "idle")
 
 
 @dataclass(frozen=True)
@@ -51,13 +41,13 @@ class LockstepTimeout(CheckFailed):
 class Lockstep(Protocol):
     """Agreement over the ranks, one call a step."""
 
-    def agree(self, record: LockstepRecord, received: int, cancel_mask: int) -> Agreement: ...
+    def agree(self, record: StepRecord, received: int, cancel_mask: int) -> Agreement: ...
 
 
 class SoloLockstep:
     """One rank agrees with itself."""
 
-    def agree(self, record: LockstepRecord, received: int, cancel_mask: int) -> Agreement:
+    def agree(self, record: StepRecord, received: int, cancel_mask: int) -> Agreement:
         return Agreement(received, cancel_mask)
 
 
@@ -76,7 +66,7 @@ class SharedLockstep:
         self._rounds = 0
         self._fault = read_fault(LOCKSTEP_DOOR)
 
-    def agree(self, record: LockstepRecord, received: int, cancel_mask: int) -> Agreement:
+    def agree(self, record: StepRecord, received: int, cancel_mask: int) -> Agreement:
         """Exchange records. Raises LockstepFailure with both records if they differ, LockstepTimeout if none comes."""
         self._sequence += 1
         sent = self._with_fault(record)
@@ -104,7 +94,7 @@ class SharedLockstep:
             )
         return Agreement(min(received, their_received), cancel_mask | their_mask)
 
-    def _with_fault(self, record: LockstepRecord) -> LockstepRecord:
+    def _with_fault(self, record: StepRecord) -> StepRecord:
         if record.kind == "round":
             due = self._fault is not None and self._fault.due(self.rank, self._rounds)
             self._rounds += 1
@@ -115,7 +105,7 @@ class SharedLockstep:
                     case "position":
                         return replace(record, position=record.position + 1)
                     case "count":
-                        return replace(record, tokens=record.tokens + 1)
+                        return replace(record, tokens_produced=record.tokens_produced + 1)
         return record
 
 
@@ -123,16 +113,16 @@ def _hash(words: np.ndarray) -> np.uint64:
     return np.uint64(xxhash.xxh64_intdigest(words.tobytes()))
 
 
-def _pack(sequence: int, record: LockstepRecord, received: int, cancel_mask: int) -> np.ndarray:
+def _pack(sequence: int, record: StepRecord, received: int, cancel_mask: int) -> np.ndarray:
     words = np.zeros(RECORD_WORDS, dtype=np.uint64)
     words[:9] = (
-        sequence, KINDS.index(record.kind), record.tokens, record.token_hash, record.position, record.free_pages,
+        sequence, KINDS.index(record.kind), record.tokens_produced, record.token_hash, record.position, record.free_pages,
         record.pending, received, cancel_mask,
     )  # fmt: skip
     words[-1] = _hash(words[:-1])
     return words
 
 
-def _unpack(words: np.ndarray) -> tuple[LockstepRecord, int, int]:
+def _unpack(words: np.ndarray) -> tuple[StepRecord, int, int]:
     kind, *fields, received, cancel_mask = (int(word) for word in words[1:9])
-    return LockstepRecord(KINDS[kind], *fields), received, cancel_mask
+    return StepRecord(KINDS[kind], *fields), received, cancel_mask

@@ -1,0 +1,1 @@
+"""The proxy: HTTP APIs in front, ranks behind, text and supervision between."""

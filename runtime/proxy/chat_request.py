@@ -1,0 +1,111 @@
+"""A chat body to a prompt: messages checked and brought into the template's shape, template variables chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import bad_request
+from .schema import ChatBody
+from .template import ChatTemplate, opens_thinking
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """`thinking`: the prompt has begun the assistant's reasoning; `tools`: those the answer may call."""
+
+    text: str
+    thinking: bool
+    tools: list[dict[str, Any]]
+
+
+def build_chat_prompt(body: ChatBody, template: ChatTemplate) -> ChatPrompt:
+    """Render the body. Raises ApiError for malformed messages and for what this server cannot do."""
+    tools = _tools(body)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.enable_thinking is not None:
+        variables["enable_thinking"] = body.enable_thinking
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+    text = template.render(clean_messages(body.messages), tools or None, variables)
+    return ChatPrompt(text, opens_thinking(text), tools)
+
+
+def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates expect them: text parts joined, call arguments as objects. Raises ApiError."""
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise bad_request(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}", "messages")
+    clean = dict(message)
+    clean["role"] = {"developer": "system", "function": "tool"}.get(role, role)
+    clean["content"] = _content(message.get("content"), where)
+    if "reasoning_content" in message and not isinstance(message["reasoning_content"], str):
+        del clean["reasoning_content"]  # null from clients that send every field
+    calls = message.get("tool_calls")
+    if calls is None:
+        clean.pop("tool_calls", None)
+        if message.get("content") is None:
+            if role != "assistant":
+                raise bad_request(f"{where}.content is missing", "messages")
+            clean["content"] = ""
+    else:
+        clean["tool_calls"] = _calls(calls, where)
+    return clean
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad_request(f"{where}.content: expected text or a list of parts", "messages")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image_url", "image", "video", "video_url", "input_audio", "file"):
+            raise bad_request(f"{where}.content[{number}]: this server reads text only, not {kind}", "messages")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise bad_request(f"{where}.content[{number}]: expected a part of type text", "messages")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise bad_request(f"{where}.tool_calls: expected a list", "messages")
+    clean = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_request(f"{where}.tool_calls[{number}]: expected a function with a name", "messages")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise bad_request(f"{where}.tool_calls[{number}]: arguments are not JSON: {error}", "messages") from error
+        if not isinstance(arguments, dict):
+            raise bad_request(f"{where}.tool_calls[{number}]: arguments must be a JSON object", "messages")
+        clean.append({**call, "function": {**function, "arguments": arguments}})
+    return clean
+
+
+def _tools(body: ChatBody) -> list[dict[str, Any]]:
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise bad_request(f"response_format {kind!r} is not supported; only text", "response_format")
+    if body.tool_choice not in (None, "auto", "none"):
+        raise bad_request(f"tool_choice {body.tool_choice!r} is not supported; auto or none", "tool_choice")
+    for number, tool in enumerate(body.tools or []):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad_request(f"tools[{number}]: expected a function with a name", "tools")
+    return [] if body.tool_choice == "none" else list(body.tools or [])

@@ -1,0 +1,256 @@
+"""One generation of rank processes: started together, checked against one another, and gone together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from ...checkpoint.errors import DuovoltError, EnvironmentFault
+from ..messages import CancelRequest, GenerateRequest, TokenEvent
+from ..parallel.faults import DOORS
+from ..parallel.owner import owned_name, owner_is_dead
+from ..parallel.region import ProgressCounter, Region, region_bytes
+from ..parallel.shared import SharedFile, sweep_dead
+from ..rank.options import RankOptions
+from ..rank.wire import Failed, Hello, Ready, Step, Stop, ToProxy, decode_to_proxy, encode
+from .plan import ServePlan
+
+_STOP_SECONDS = 0.7  # for a rank to end by itself; then it is killed
+_LOADING_NEWS_SECONDS = 5.0
+
+
+class RankFault(DuovoltError):
+    """A rank died, hung, or disagreed. `exit_code` is the rank's own where it said one."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RankGroup:
+    """`fault` is set when any rank fails; `relay` gets the events of each step once all ranks have given the same."""
+
+    def __init__(self, plan: ServePlan, relay: Callable[[list[TokenEvent]], None], first: bool) -> None:
+        self._plan = plan
+        self._relay = relay
+        self._first = first
+        self._context = zmq.asyncio.Context()
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._steps: list[deque[Step]] = [deque() for _ in range(plan.size)]
+        self._hellos: dict[int, Hello] = {}
+        self._ready: dict[int, Ready] = {}
+        self._all_ready = asyncio.Event()
+        self._folder: Path | None = None
+        self._shared: SharedFile | None = None
+        self._progress: list[ProgressCounter] = []
+        self._failed: dict[int, Failed] = {}
+        self.fault: asyncio.Future[RankFault] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Start the processes and wait until all are ready. Raises RankFault or EnvironmentFault."""
+        sweep_dead()
+        self._shared = SharedFile.create(region_bytes())
+        region = Region(self._shared.memory)
+        self._progress = [ProgressCounter(region, rank) for rank in range(self._plan.size)]
+        self._folder = _private_folder()
+        for rank in range(self._plan.size):
+            socket = self._context.socket(zmq.PAIR)
+            socket.linger = 0
+            socket.bind(self._endpoint(rank))
+            self._sockets.append(socket)
+            self._processes.append(await self._spawn(rank))
+            self._tasks.append(asyncio.create_task(self._read(rank)))
+            self._tasks.append(asyncio.create_task(self._watch_exit(rank)))
+        await self._wait_ready()
+
+    def send(self, message: GenerateRequest | CancelRequest | Stop) -> None:
+        """The same bytes to every rank, in the same order."""
+        data = encode(message)
+        for socket in self._sockets:
+            socket.send(data, zmq.NOBLOCK)
+
+    def facts(self) -> dict[str, str]:
+        """What rank 0 said of its engine."""
+        return self._ready[0].facts
+
+    def step_age(self) -> float:
+        """Seconds since the slower rank's last sign of life; idle ranks give one twice a second."""
+        return max(progress.age_seconds for progress in self._progress)
+
+    async def stop(self) -> None:
+        """Ask, wait a moment, kill; then nothing of this generation is left: process, file, socket or folder."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.send(Stop())
+        waits = [asyncio.ensure_future(process.wait()) for process in self._processes]
+        if waits and not self.fault.done():
+            await asyncio.wait(waits, timeout=_STOP_SECONDS)
+        self.kill()
+        if waits:
+            await asyncio.wait(waits)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+        self._clear_names()
+
+    def kill(self) -> None:
+        """SIGKILL to what still runs: a rank in a wait of its own does not listen."""
+        for process in self._processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    async def _spawn(self, rank: int) -> asyncio.subprocess.Process:
+        plan = self._plan
+        assert self._shared is not None
+        options = RankOptions(
+            dir=plan.directories[rank].absolute(),
+            rank=rank,
+            size=plan.size,
+            endpoint=self._endpoint(rank),
+            shared=self._shared.name,
+            parent=os.getpid(),
+            backend=plan.backend.argument,
+            max_context=plan.max_context,
+            lanes=plan.options.lanes,
+            drafts=plan.drafts,
+            drafts_from=None if plan.options.drafts_from is None else plan.options.drafts_from.absolute(),
+            prefill_chunk=plan.options.prefill_chunk,
+            sampleable=plan.tokenizer.size,
+            exchange_seconds=plan.exchange_seconds,
+        )
+        environment = dict(os.environ)
+        if not self._first:  # a door opens once: the restarted ranks must be able to serve
+            for door in DOORS:
+                environment.pop(door, None)
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "duovolt", "rank", *options.arguments(), env=environment, stdin=asyncio.subprocess.DEVNULL
+        )
+
+    def _endpoint(self, rank: int) -> str:
+        return f"ipc://{self._folder}/rank-{rank}"
+
+    async def _wait_ready(self) -> None:
+        ready = asyncio.create_task(self._all_ready.wait())
+        start = time.monotonic()
+        while True:
+            done, _ = await asyncio.wait(
+                [ready, self.fault], timeout=_LOADING_NEWS_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.fault.done():
+                ready.cancel()
+                raise self.fault.result()
+            if done:
+                return
+            if not self._plan.options.quiet:
+                waiting = [str(rank) for rank in range(self._plan.size) if rank not in self._ready]
+                seconds = time.monotonic() - start
+                print(f"duovolt serve: loading for {seconds:.0f} s, waiting for rank {', '.join(waiting)}", file=sys.stderr)
+
+    async def _read(self, rank: int) -> None:
+        while True:
+            message = decode_to_proxy(await self._sockets[rank].recv())
+            self._take(rank, message)
+
+    def _take(self, rank: int, message: ToProxy) -> None:
+        match message:
+            case Hello():
+                self._check_hello(rank, message)
+            case Ready():
+                self._ready[rank] = message
+                if len(self._ready) == self._plan.size:
+                    self._all_ready.set()
+            case Step():
+                self._steps[rank].append(message)
+                self._match_steps()
+            case Failed():
+                self._failed[rank] = message
+
+    def _check_hello(self, rank: int, hello: Hello) -> None:
+        expected = self._plan.identity
+        self._hellos[rank] = hello
+        first = next(iter(self._hellos.values()))
+        pairs = {
+            "rank": (hello.rank, rank),
+            "size": (hello.size, self._plan.size),
+            "conversion id": (hello.conversion_id, expected.conversion_id),
+            "recipe": (hello.recipe, expected.recipe),
+            "tokenizer": (hello.tokenizer_digest, expected.tokenizer_digest),
+            "versions": (hello.versions, first.versions),
+            "backend": (hello.backend, self._plan.backend.argument),
+        }
+        for what, (found, wanted) in pairs.items():
+            if found != wanted:
+                self._set_fault(RankFault(f"rank {rank} refused: its {what} is {found}, expected {wanted}.", 2))
+                return
+        if len(self._hellos) == self._plan.size:
+            self._clear_names()  # both sides have mapped and connected: from now on nothing has a name to leave behind
+
+    def _match_steps(self) -> None:
+        """Relay rank 0's events when every rank has given the same tokens for the same requests."""
+        while all(self._steps):
+            heads = [steps.popleft() for steps in self._steps]
+            views = [
+                (step.sequence, [(event.request_id, event.tokens, event.finish_reason) for event in step.events])
+                for step in heads
+            ]
+            if any(view != views[0] for view in views):
+                text = "; ".join(f"rank {rank}: {view}" for rank, view in enumerate(views))
+                print(f"TP2 LOCKSTEP FAILURE: the ranks gave different tokens\n  {text}", file=sys.stderr, flush=True)
+                self._set_fault(RankFault("the ranks gave different tokens"))
+                return
+            self._relay(heads[0].events)
+
+    async def _watch_exit(self, rank: int) -> None:
+        code = await self._processes[rank].wait()
+        await asyncio.sleep(0.05)  # its last message may still be on its way
+        said = self._failed.get(rank)
+        if said is None:
+            ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            self._set_fault(RankFault(f"rank {rank} {ending}."))
+        else:
+            self._set_fault(RankFault(f"rank {rank}: {said.message}", said.exit_code))
+
+    def report_hang(self, seconds: float) -> None:
+        """The watchdog's verdict."""
+        self._set_fault(RankFault(f"no step for {seconds:.0f} s; the ranks are taken to hang."))
+
+    def _set_fault(self, fault: RankFault) -> None:
+        if not self.fault.done():
+            self.fault.set_result(fault)
+
+    def _clear_names(self) -> None:
+        if self._shared is not None:
+            self._shared.unlink()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    """A folder of mode 0700 for the sockets, with a short path; those of dead owners are removed."""
+    for base in filter(None, (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp")):
+        parent = Path(base)
+        if not os.access(parent, os.W_OK | os.X_OK) or len(base) > 60:  # a socket's path has at most 107 bytes
+            continue
+        for child in parent.glob("duovolt-*"):
+            if owner_is_dead(child.name) and child.is_dir() and child.stat().st_uid == os.geteuid():
+                shutil.rmtree(child, ignore_errors=True)
+        folder = parent / owned_name()
+        folder.mkdir(mode=0o700)
+        return folder
+    raise EnvironmentFault("no writable folder with a short path for the sockets; set TMPDIR to one.")

@@ -1,0 +1,142 @@
+"""The open requests: numbered, sent to the ranks, fed with their events, cancelled once if the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..messages import CancelRequest, GenerateRequest, TokenEvent
+from .errors import ApiError, unavailable
+
+_RATE_WINDOW_SECONDS = 5.0
+
+
+@dataclass
+class Counters:
+    """Totals since the start, for `/metrics` and the page."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    restarts: int = 0
+
+
+@dataclass
+class OpenRequest:
+    """One answer in the making. `events` gives TokenEvent, or the ApiError that ends it."""
+
+    request: GenerateRequest
+    events: asyncio.Queue[TokenEvent | ApiError] = field(default_factory=asyncio.Queue)
+    started: float = field(default_factory=time.monotonic)
+
+
+class Hub:
+    """Owns the request table. `send` passes a message to all ranks; None while there are none."""
+
+    def __init__(self, lanes: int, max_waiting: int) -> None:
+        self._lanes = lanes
+        self._capacity = lanes + max_waiting
+        self._open: dict[int, OpenRequest] = {}
+        self._next_id = 1
+        self._recent: deque[tuple[float, int]] = deque()
+        self.send: Callable[[GenerateRequest | CancelRequest], None] | None = None
+        self.draining = False
+        self.retry_after = 1
+        self.counters = Counters()
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    @property
+    def running(self) -> int:
+        return min(len(self._open), self._lanes)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._open) - self.running
+
+    def check_room(self) -> None:
+        """Raises ApiError 503 (no ranks, draining) or 429 (queue full) before any work is done for a request."""
+        if self.draining:
+            raise unavailable("the server is stopping", 5)
+        if self.send is None:
+            raise unavailable("the ranks are not ready", self.retry_after)
+        if len(self._open) >= self._capacity:
+            self.counters.rejected += 1
+            raise ApiError(
+                429,
+                f"{len(self._open)} requests are running or waiting, the most this server holds; try again later",
+                kind="rate_limit_error",
+                code="queue_full",
+                retry_after=1,
+            )
+
+    def submit(self, request: GenerateRequest) -> OpenRequest:
+        """Number the request and send it to all ranks. Raises as check_room."""
+        self.check_room()
+        assert self.send is not None
+        request.request_id = self._next_id
+        self._next_id += 1
+        opened = OpenRequest(request)
+        self._open[request.request_id] = opened
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(request.prompt)
+        self.send(request)
+        return opened
+
+    def release(self, opened: OpenRequest, complete: bool) -> None:
+        """The reader of an answer is done with it: if the ranks are not, they are told to stop, once.
+
+        `complete`: it has all it wanted (a stop string came); otherwise its client has left.
+        """
+        if self._open.pop(opened.request.request_id, None) is None:
+            return
+        if complete:
+            self.counters.finished += 1
+        else:
+            self.counters.cancelled += 1
+        if self.send is not None:
+            self.send(CancelRequest(opened.request.request_id))
+
+    def relay(self, events: list[TokenEvent]) -> None:
+        """Pass agreed events to their readers; those of released requests have none."""
+        now = time.monotonic()
+        for event in events:
+            self.counters.completion_tokens += len(event.tokens)
+            self.counters.proposed += event.proposed
+            self.counters.accepted += event.accepted
+            self._recent.append((now, len(event.tokens)))
+            opened = self._open.get(event.request_id)
+            if opened is None:
+                continue
+            if event.finish_reason is not None:
+                del self._open[event.request_id]
+                self.counters.finished += 1
+            opened.events.put_nowait(event)
+        self._forget(now)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every open answer with an error: the ranks that made them are gone."""
+        for opened in self._open.values():
+            self.counters.failed += 1
+            opened.events.put_nowait(error)
+        self._open.clear()
+
+    def tokens_per_second(self) -> float:
+        """Over the last five seconds, all answers together."""
+        self._forget(time.monotonic())
+        return sum(count for _, count in self._recent) / _RATE_WINDOW_SECONDS
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - _RATE_WINDOW_SECONDS:
+            self._recent.popleft()

@@ -1,0 +1,26 @@
+"""The options of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """As `duovolt serve --help` tells; `max_context` None means the model's own limit, at most 32768."""
+
+    ranks: Path
+    backend: str = "auto"
+    max_context: int | None = None
+    lanes: int = 1
+    drafts: int = 3
+    drafts_from: Path | None = None
+    prefill_chunk: int = 512
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: Path | None = None
+    max_waiting: int = 64
+    drain_seconds: float = 10.0
+    watchdog_seconds: float = 180.0
+    quiet: bool = False

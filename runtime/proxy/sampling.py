@@ -1,0 +1,92 @@
+"""From a body to the numbers the engine samples by."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from ..messages import SamplingParams
+from .errors import bad_request
+from .schema import SamplingBody
+from .tokenizer import TextTokenizer
+
+MAX_STOPS = 16
+_SEEDS = 2**64
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What the model's makers recommend (generation_config.json), for fields that a request leaves out."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @staticmethod
+    def of(generation: dict[str, Any]) -> SamplingDefaults:
+        known = SamplingDefaults.__dataclass_fields__
+        return SamplingDefaults(**{name: value for name, value in generation.items() if name in known and value is not None})
+
+
+def build_sampling(body: SamplingBody, defaults: SamplingDefaults, tokenizer: TextTokenizer, logprobs: int) -> SamplingParams:
+    """The engine's parameters, with a fresh seed if none was given: both ranks must draw the same. Raises ApiError."""
+    if body.n not in (None, 1):
+        raise bad_request(f"n is {body.n}; this server makes one answer a request", "n")
+    return SamplingParams(
+        temperature=_given(body.temperature, defaults.temperature),
+        top_k=max(_given(body.top_k, defaults.top_k), 0),
+        top_p=_given(body.top_p, defaults.top_p),
+        min_p=_given(body.min_p, defaults.min_p),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        logit_bias=_bias(body.logit_bias or {}, tokenizer),
+        seed=secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS,
+        logprobs=logprobs,
+    )
+
+
+def stop_strings(body: SamplingBody) -> list[str]:
+    """The stop strings of a body. Raises ApiError for empty ones and for more than 16."""
+    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
+    if "" in stops:
+        raise bad_request("stop: an empty stop string would end every answer at once", "stop")
+    if len(stops) > MAX_STOPS:
+        raise bad_request(f"stop: {len(stops)} strings, at most {MAX_STOPS}", "stop")
+    return stops
+
+
+def stop_ids(body: SamplingBody, tokenizer: TextTokenizer) -> list[int]:
+    """Ids that end the answer: the model's own and the request's."""
+    return sorted({*tokenizer.stop_ids, *(body.stop_token_ids or [])})
+
+
+def answer_length(prompt_tokens: int, asked: int | None, max_context: int, param: str) -> int:
+    """Tokens the answer may have. Raises ApiError with the numbers if prompt and answer do not fit the context."""
+    if prompt_tokens == 0:
+        raise bad_request("the prompt is empty", "prompt")
+    room = max_context - prompt_tokens
+    if room < 1 or (asked is not None and asked > room):
+        answer = "" if asked is None else f" and {asked} for the answer ({param})"
+        raise bad_request(
+            f"this model's context is {max_context} tokens; the request has {prompt_tokens} in the prompt{answer}",
+            param if asked is not None and room >= 1 else "prompt",
+            "context_length_exceeded",
+        )
+    return room if asked is None else asked
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _bias(biases: dict[str, float], tokenizer: TextTokenizer) -> dict[int, float]:
+    clean = {}
+    for key, value in biases.items():
+        if not key.isdecimal() or int(key) >= tokenizer.size:
+            raise bad_request(f"logit_bias: {key!r} is not a token id below {tokenizer.size}", "logit_bias")
+        clean[int(key)] = value
+    return clean

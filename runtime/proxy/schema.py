@@ -1,0 +1,101 @@
+"""The JSON bodies of the APIs. Unknown keys are tolerated, as clients send many; known ones must have their type."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .errors import bad_request
+
+B = TypeVar("B", bound=Struct)
+_PATH = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class SamplingBody(Struct, kw_only=True):
+    """What both generating APIs share. None means: not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    ignore_eos: bool | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    """`/v1/completions`. `prompt` is one text, its token ids, or a list that holds one of either."""
+
+    prompt: str | list[Any]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """`/tokenize`: a text, or messages that the chat template renders."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True):
+    """`/detokenize`."""
+
+    tokens: list[Annotated[int, Meta(ge=0)]]
+
+
+def decode_body(raw: bytes, kind: type[B]) -> B:
+    """The body as `kind`. Raises ApiError (400) naming the parameter at fault."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        match = _PATH.match(str(error))
+        assert match is not None
+        param = re.split(r"[.\[]", match[2])[0] if match[2] else None
+        where = f"{match[2]}: " if match[2] else ""
+        raise bad_request(f"{where}{match[1]}", param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from error

@@ -1,0 +1,137 @@
+"""The proxy process from plan to last breath: socket, HTTP server, supervisor, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from ...checkpoint.errors import DuovoltError, EnvironmentFault
+from .app import Api
+from .errors import unavailable
+from .hub import Hub
+from .options import ServeOptions
+from .plan import ServePlan, make_plan
+from .supervisor import Supervisor
+
+_CLOSE_SECONDS = 1
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handling: what a signal means is decided in this module."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(options: ServeOptions) -> int:
+    """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
+    plan = make_plan(options)
+    listener = _listen(options.host, options.port)
+    try:
+        return asyncio.run(_Server(plan, listener).run())
+    finally:
+        listener.close()
+
+
+class _Server:
+    def __init__(self, plan: ServePlan, listener: socket.socket) -> None:
+        self._plan = plan
+        self._listener = listener
+        self._hub = Hub(plan.options.lanes, plan.options.max_waiting)
+        self._supervisor = Supervisor(plan, self._hub, self._log_start)
+        application = Api(plan, self._hub, self._supervisor).application()
+        config = uvicorn.Config(
+            application,
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+        )
+        self._http = _HttpServer(config)
+        self._signals = 0
+        self._first_signal = asyncio.Event()
+        self._second_signal = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        ranks = asyncio.create_task(self._supervisor.run())
+        stop = asyncio.create_task(self._first_signal.wait())
+        try:
+            await asyncio.wait([ranks, http, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not ranks.done():
+                await self._drain()
+        finally:
+            self._supervisor.stop()
+            self._hub.fail_all(unavailable("the server stopped before the answer was whole", 5))
+            self._http.should_exit = True
+            stop.cancel()
+            await asyncio.gather(ranks, http, stop, return_exceptions=True)
+        if (fault := ranks.exception()) is not None:
+            raise fault if isinstance(fault, DuovoltError) else RuntimeError("the supervisor failed") from fault
+        return 0
+
+    async def _drain(self) -> None:
+        """No new requests; running answers may finish, for a while or until the second signal."""
+        self._hub.draining = True
+        for server in self._http.servers:
+            server.close()
+        self._listener.close()
+        deadline = time.monotonic() + self._plan.options.drain_seconds
+        if self._hub.open_count:
+            self._say(f"stopping: {self._hub.open_count} answers have {self._plan.options.drain_seconds:g} s to finish")
+        while self._hub.open_count and time.monotonic() < deadline and not self._second_signal.is_set():
+            await asyncio.sleep(0.02)
+
+    def _on_signal(self) -> None:
+        (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
+
+    def _log_start(self, facts: dict[str, str]) -> None:
+        plan, options = self._plan, self._plan.options
+        host, port = self._listener.getsockname()[:2]
+        choices = {
+            "model": plan.model_id,
+            "backend": plan.backend.name,
+            "ranks": plan.size,
+            "conversion": plan.identity.conversion_id,
+            "recipe": plan.identity.recipe,
+            "drafts": plan.drafts,
+            "drafts_from": options.drafts_from,
+            **facts,
+            "lanes": options.lanes,
+            "max_context": plan.max_context,
+            "prefill_chunk": options.prefill_chunk,
+            "max_waiting": options.max_waiting,
+            "watchdog_seconds": f"{options.watchdog_seconds:g}",
+            "api_key": "yes" if plan.api_key else "no",
+        }
+        words = " ".join(f"{name}={value}" for name, value in choices.items() if value is not None)
+        self._say(f"ready on http://{f'[{host}]' if ':' in host else host}:{port} {words}")
+
+    def _say(self, text: str) -> None:
+        if not self._plan.options.quiet:
+            print(f"duovolt serve: {text}", file=sys.stderr, flush=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, bound before anything is started. Raises EnvironmentFault if the address is not to be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port.") from error
+    listener.set_inheritable(False)
+    return listener

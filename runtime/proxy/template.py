@@ -1,0 +1,72 @@
+"""The chat template that ships with the checkpoint, rendered in a sandbox as the model's makers render it."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ...checkpoint.errors import InputError
+from .errors import ApiError, bad_request
+from .tokenizer import THINK, TextTokenizer
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class ChatTemplate:
+    """Messages to a prompt. `source` is None if the checkpoint has no template: chat is then refused."""
+
+    def __init__(self, directory: Path, tokenizer: TextTokenizer) -> None:
+        path = directory / TEMPLATE_FILE
+        source = path.read_text(encoding="utf-8") if path.exists() else tokenizer.settings.get("chat_template")
+        self._template: jinja2.Template | None = None
+        self._tokens = {
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in tokenizer.settings.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        if isinstance(source, str):
+            try:
+                self._template = _environment().from_string(source)
+            except jinja2.TemplateError as error:
+                raise InputError(f"{path}: the chat template does not compile: {error}.") from error
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+    ) -> str:
+        """The prompt up to the point where the assistant begins. Raises ApiError with the template's own message."""
+        if self._template is None:
+            raise bad_request("this model has no chat template; use /v1/completions")
+        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        try:
+            return self._template.render(**(self._tokens | variables | fixed))
+        except ApiError:
+            raise
+        except Exception as error:  # a template may fail in any way on what a client sends
+            raise bad_request(f"the chat template refuses these messages: {error}", "messages") from error
+
+
+def opens_thinking(prompt: str) -> bool:
+    """True if the prompt itself has begun the assistant's thinking."""
+    return prompt.rstrip().endswith(THINK)
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise bad_request(message, "messages")

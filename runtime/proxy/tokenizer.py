@@ -1,0 +1,102 @@
+"""Text to ids and back, exactly: a token is a string of bytes, an answer is the bytes of its tokens.
+
+The `tokenizers` library is used directly: the proxy then starts without torch, and the byte of every token is at hand,
+which incremental decoding needs. Only byte-level BPE is accepted (the family's); anything else is refused at start.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ...checkpoint.errors import InputError
+from ..rank.identity import TOKENIZER
+
+THINK, END_THINK = "<think>", "</think>"
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+
+
+def _byte_letters() -> dict[str, int]:
+    """The printable letter that stands for each byte in a byte-level vocabulary, inverted."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+class TextTokenizer:
+    """The model's tokenizer. `stop_ids` end an answer; `size` is one more than the largest id it can emit."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / TOKENIZER
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+            document = json.loads(path.read_bytes())
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(f"{path}: not a tokenizer ({error}).") from error
+        decoder = document.get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            raise InputError(f"{path}: decoder {decoder.get('type')!r}; only byte-level BPE tokenizers are supported.")
+        self._added = {entry["id"]: entry["content"] for entry in document.get("added_tokens", [])}
+        self._special = {entry["id"] for entry in document.get("added_tokens", []) if entry["special"]}
+        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.settings = _read_optional(directory / "tokenizer_config.json")
+        self.generation = _read_optional(directory / "generation_config.json")
+        self.stop_ids = self._find_stop_ids()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; added tokens written out in it become their ids, nothing is put around it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; none for an id beyond the vocabulary."""
+        return self._table[token] if 0 <= token < len(self._table) else b""
+
+    def shown_bytes(self, token: int) -> bytes:
+        """As token_bytes, but nothing for special tokens, which are not part of an answer's text."""
+        return b"" if token in self._special else self.token_bytes(token)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of all tokens, special ones written out."""
+        return b"".join(map(self.token_bytes, tokens)).decode("utf-8", errors="replace")
+
+    def marker(self, text: str) -> int | None:
+        """Id of the added token `text`, None if the vocabulary has none."""
+        return next((token for token, content in self._added.items() if content == text), None)
+
+    @cached_property
+    def _table(self) -> list[bytes]:
+        letters = _byte_letters()
+        table = [b""] * self.size
+        for text, token in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            if all(letter in letters for letter in text):
+                table[token] = bytes(letters[letter] for letter in text)
+        for token, content in self._added.items():
+            table[token] = content.encode()
+        return table
+
+    def _find_stop_ids(self) -> list[int]:
+        named = self.generation.get("eos_token_id")
+        ids = set(named if isinstance(named, list) else [] if named is None else [named])
+        eos = self.settings.get("eos_token")
+        text = eos.get("content") if isinstance(eos, dict) else eos
+        if isinstance(text, str) and (token := self._tokenizer.token_to_id(text)) is not None:
+            ids.add(token)
+        return sorted(ids)
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error}).") from error
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a JSON object.")
+    return document

@@ -1,0 +1,99 @@
+"""The loop of a rank: receive, admit what both ranks have, step, agree, and only then give the events out."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+import zmq
+
+from ..messages import CancelRequest, GenerateRequest, StepRecord, TokenEvent
+from ..parallel.lockstep import Lockstep
+from ..parallel.region import ProgressCounter
+from .wire import Step, Stop, decode_to_rank, encode
+
+MASK_BITS = 64
+_IDLE_POLL_MS = 500  # only the sign of life depends on it: a message ends the wait at once
+
+
+class SteppingEngine(Protocol):
+    """What the loop needs of an engine."""
+
+    def add(self, request: GenerateRequest) -> None: ...
+    def cancel(self, request_id: int) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> tuple[StepRecord, list[TokenEvent]]: ...
+
+
+class RankLoop:
+    """Requests enter the engine in the proxy's order, at a step on which both ranks agreed.
+
+    A request's cancel bit is its place among the open requests, which is the same on both ranks; a cancel for a request
+    beyond the first 64, or not yet admitted, waits until it has a bit.
+    """
+
+    def __init__(self, engine: SteppingEngine, lockstep: Lockstep, socket: zmq.Socket, progress: ProgressCounter) -> None:
+        self._engine = engine
+        self._lockstep = lockstep
+        self._socket = socket
+        self._progress = progress
+        self._received = 0
+        self._admitted = 0
+        self._inbox: deque[GenerateRequest] = deque()
+        self._open: list[int] = []
+        self._cancels: set[int] = set()
+        self._sequence = 0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until the proxy says stop. Raises what the engine and the exchanges raise."""
+        while not self._stopped:
+            busy = self._engine.has_work()
+            self._progress.tick(busy)
+            self._receive(wait=not busy)
+            if self._stopped:
+                return
+            if busy:
+                record, events = self._engine.step()
+                self._agree(record)
+                self._give_out(events)
+            elif self._received > self._admitted:
+                self._agree(StepRecord("admit", 0, 0, 0, 0, 0))
+
+    def _receive(self, wait: bool) -> None:
+        timeout = _IDLE_POLL_MS if wait and self._received == self._admitted else 0
+        while self._socket.poll(timeout):
+            timeout = 0
+            match decode_to_rank(self._socket.recv()):
+                case GenerateRequest() as request:
+                    self._inbox.append(request)
+                    self._received += 1
+                case CancelRequest(request_id=request_id):
+                    self._cancels.add(request_id)
+                case Stop():
+                    self._stopped = True
+                    return
+
+    def _agree(self, record: StepRecord) -> None:
+        bits = self._open[:MASK_BITS]
+        mask = sum(1 << bit for bit, request_id in enumerate(bits) if request_id in self._cancels)
+        agreement = self._lockstep.agree(record, self._received, mask)
+        for bit, request_id in enumerate(bits):
+            if agreement.cancel_mask >> bit & 1:
+                self._engine.cancel(request_id)
+                self._cancels.discard(request_id)
+        while self._admitted < agreement.admitted:
+            request = self._inbox.popleft()
+            self._open.append(request.request_id)
+            self._engine.add(request)
+            self._admitted += 1
+
+    def _give_out(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.finish_reason is not None:
+                self._open.remove(event.request_id)
+        waiting = {request.request_id for request in self._inbox}
+        self._cancels &= waiting.union(self._open)  # the others have ended by themselves
+        if events:
+            self._sequence += 1
+            self._socket.send(encode(Step(self._sequence, events)))

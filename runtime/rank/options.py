@@ -1,0 +1,34 @@
+"""The options of one rank process: written by the proxy as arguments, read back by `duovolt rank`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """`exchange_seconds` bounds every wait for the twin; `sampleable` is the number of ids that the tokenizer can emit."""
+
+    dir: Path
+    rank: int
+    size: int
+    endpoint: str
+    shared: str
+    parent: int
+    backend: str
+    max_context: int
+    lanes: int
+    drafts: int
+    prefill_chunk: int
+    sampleable: int
+    exchange_seconds: float
+    drafts_from: Path | None = None
+
+    def arguments(self) -> list[str]:
+        """The command line after `duovolt rank`."""
+        words: list[str] = []
+        for name, value in vars(self).items():
+            if value is not None:
+                words += [f"--{name.replace('_', '-')}", str(value)]
+        return words

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+START_SECONDS = 40
+
+
+class Server:
+    """A running `duovolt serve`."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "duovolt", "serve", *arguments, "--port", "0"],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | environment,
+        )
+        self.pid = self.process.pid
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_log(self, pattern: str, seconds: float = START_SECONDS, count: int = 1) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            matches = list(re.finditer(pattern, self.log))
+            if len(matches) >= count:
+                return matches[count - 1]
+            if self.process.poll() is not None:
+                self._reader.join(2)
+                matches = list(re.finditer(pattern, self.log))
+                if len(matches) >= count:
+                    return matches[count - 1]
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"no {pattern!r} in the log:\n{self.log}")
+
+    def wait_ready(self) -> Server:
+        self.url = self.wait_log(r"ready on (http://\S+)")[1]
+        return self
+
+    def rank_pids(self) -> list[int]:
+        return sorted(
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdecimal() and _parent(int(entry.name)) == self.pid
+        )
+
+    def wait_exit(self, seconds: float) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(2)
+        return code
+
+    def client(self, timeout: float = 20) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=timeout)
+
+    def metric(self, name: str) -> int:
+        with self.client() as client:
+            text = client.get("/metrics").text
+        return int(re.search(rf"^duovolt_{name} (\d+)", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def _parent(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def gone(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return True
+
+
+def wait_gone(pids: list[int], seconds: float) -> float:
+    """Seconds until all are gone; fails after `seconds`."""
+    start = time.monotonic()
+    while time.monotonic() - start < seconds:
+        if all(gone(pid) for pid in pids):
+            return time.monotonic() - start
+        time.sleep(0.02)
+    raise AssertionError(f"still running after {seconds} s: {[pid for pid in pids if not gone(pid)]}")
+
+
+def leftovers(pid: int) -> list[str]:
+    """Files and folders that carry the pid of a server."""
+    found = [str(path) for path in Path("/dev/shm").iterdir() if f"duovolt-{pid}-" in path.name]
+    for base in filter(None, (os.environ.get("XDG_RUNTIME_DIR"), "/tmp")):
+        if Path(base).is_dir():
+            found += [str(path) for path in Path(base).iterdir() if f"duovolt-{pid}-" in path.name]
+    return found
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*arguments: str | Path, ready: bool = True, **environment: str) -> Server:
+        server = Server([str(argument) for argument in arguments], environment)
+        servers.append(server)
+        return server.wait_ready() if ready else server
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGKILL)
+        server.process.wait(10)
+        assert server.process.stderr is not None
+        server._reader.join(5)
+        server.process.stderr.close()
