@@ -1,0 +1,162 @@
+"""`duovolt demo`: every stage on the bundled tiny model, typed as a user would type it, then one question."""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+
+from ..checkpoint.errors import DuovoltError, EnvironmentFault
+from ..convert.standin import HubStandIn
+
+EXAMPLE = """example:
+  duovolt demo
+  duovolt demo --dir my-demo --question "What does the sorted function do?"
+
+The directory stays; running the demo again checks what is there instead of making it anew."""
+
+REPOSITORY = "duovolt/tiny"
+QUESTION = "What does the len function do?"
+START_SECONDS = 90
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.add_argument("--dir", type=Path, default=Path("demo-work"), help="where to work (default: demo-work)")
+    parser.add_argument("--question", default=QUESTION, help=f"what to ask (default: {QUESTION})")
+
+
+@contextlib.contextmanager
+def bundled_hub() -> Iterator[HubStandIn]:
+    """A local hub, over real HTTP, that serves the bundled model as `duovolt/tiny`."""
+    with (
+        resources.as_file(resources.files("duovolt.tiny") / "checkpoint") as checkpoint,
+        tempfile.TemporaryDirectory(prefix="duovolt-hub-") as root,
+    ):
+        shutil.copytree(checkpoint, Path(root) / REPOSITORY)
+        with HubStandIn(Path(root)) as hub:
+            yield hub
+
+
+class _Demo:
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.stage = 0
+        self.started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            print(text, flush=True)
+
+    def run(self, title: str, command: Sequence[str], proved: str) -> None:
+        """Show a command, run it as the command line would, and say what it proved. Raises DuovoltError if it fails."""
+        from .main import main
+
+        self.stage += 1
+        self.say(f"\n[{self.stage}/6] {title}\n$ duovolt {' '.join(command)}")
+        began = time.monotonic()
+        code = main([*command, *(["--quiet"] if self.quiet else [])])
+        if code:
+            raise _Stopped(
+                f"stage {self.stage} ({command[0]}) ended with exit code {code}; its message stands above.", code
+            )
+        self.say(f"=> {proved} ({time.monotonic() - began:.1f} s)")
+
+
+class _Stopped(DuovoltError):
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
+@contextlib.contextmanager
+def served(ranks: Path, quiet: bool) -> Iterator[str]:
+    """A running `duovolt serve` over `ranks` on a free port; yields its URL. Raises EnvironmentFault if it will not start."""
+    command = [sys.executable, "-m", "duovolt", "serve", str(ranks), "--port", "0", "--drafts", "3"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    url, lines, ready = [""], list[str](), threading.Event()
+
+    def watch() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if "ready on http" in line:
+                url[0] = line.split("ready on ")[1].split()[0]
+                if not quiet:
+                    print(line.rstrip(), flush=True)
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        if not ready.wait(START_SECONDS) or not url[0]:
+            raise EnvironmentFault(
+                "the server did not start: " + ("".join(lines[-5:]).strip() or "it said nothing") + "."
+            )
+        yield url[0]
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run(args: argparse.Namespace) -> int:
+    demo = _Demo(args.quiet)
+    work: Path = args.dir
+    source, converted, ranks = work / "source", work / "converted", work / "ranks"
+    demo.say("duovolt demo: the bundled tiny model of the Qwen3.5 family, every stage, on this CPU.")
+    with bundled_hub() as hub:
+        demo.run(
+            "Download, here from a local stand-in of the hub, over real HTTP",
+            ["download", REPOSITORY, str(source), "--endpoint", hub.url],
+            "every file has the size and the content digest that the hub names, at one pinned commit.",
+        )
+    demo.run(
+        "Convert to nvfp4 and fp8, in V100 layouts",
+        ["convert", str(source), str(converted)],
+        "every tensor of the family is accounted for, and each stored word has a digest in the manifest.",
+    )
+    demo.run(
+        "Split for tensor parallelism over two ranks",
+        ["shard", str(converted), str(ranks), "--tp", "2"],
+        "each rank holds its heads, rows and columns of every matrix; the rest lies on both.",
+    )
+    demo.run(
+        "Verify, with code that shares nothing with the splitter",
+        ["verify", "--source", str(source), "--converted", str(converted), "--ranks", str(ranks)],
+        "the two ranks join to the converted words bit for bit, and the converted words are the source's within "
+        "the errors above.",
+    )
+    demo.run(
+        "Measure what quantising cost, on text the model never saw",
+        ["eval", str(source), str(converted), "--score-bytes", "8000", "--prompts", "3", "--continuation", "48"],
+        "the converted model predicts held-out text as well as its source, to the digits shown; drafts are "
+        "accepted as often.",
+    )
+    demo.stage += 1
+    demo.say(f"\n[{demo.stage}/6] Serve: one proxy, two rank processes, and one question\n"
+             f"$ duovolt serve {ranks} --drafts 3")  # fmt: skip
+    with served(ranks, args.quiet) as url:
+        demo.stage -= 1
+        demo.run(
+            "Ask",
+            ["chat", "--url", url, "--once", args.question],
+            "both ranks computed every token and compared a lockstep record after each step; drafts changed the "
+            "speed, not one token.",
+        )
+    demo.say(f"\nAll stages done in {time.monotonic() - demo.started:.0f} s. The directories stay in {work}; next: "
+             f"duovolt serve {ranks}, then open the address it prints.")  # fmt: skip
+    return 0
