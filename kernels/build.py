@@ -1,0 +1,221 @@
+"""CUDA sources to PTX and machine code with NVRTC, and a cache of the results. Needs no GPU, driver or toolkit.
+
+`sm_XY` gives machine code (a cubin) for one architecture, `compute_XY` PTX that a driver compiles for any newer card.
+A V100 loads the sm_70 cubin; another card runs compute_70 PTX, so that what is tested there is what a V100 gets.
+
+The cache is `$XDG_CACHE_HOME/duovolt/kernels`, keyed by sources, options and compiler version. If `DUOVOLT_KERNELS`
+names a directory that `duovolt kernels build --out` filled, that one is read instead and nothing is compiled.
+"""
+
+import functools
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from ..checkpoint.errors import EnvironmentFault, InputError
+
+CSRC = Path(__file__).parent / "csrc"
+PREBUILT_VARIABLE = "DUOVOLT_KERNELS"
+OLDEST = 70  # mma.m8n8k4 and the warp-synchronous instructions begin here
+FIRST_WITHOUT_VOLTA = 13
+INSTALL = 'pip install "duovolt[cuda]"'
+_ARCH = re.compile(r"(sm|compute)_(\d{2,3})")
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled source: `image` is PTX text or a cubin; `seconds` is what this call took; `path` its cache file."""
+
+    source: str
+    arch: str
+    image: bytes
+    seconds: float
+    cached: bool
+    path: Path
+
+
+def sources() -> list[str]:
+    """Names of the CUDA sources, one module each."""
+    return sorted(path.name for path in CSRC.glob("*.cu"))
+
+
+def options(arch: str) -> list[str]:
+    """Compiler options for `sm_XY` or `compute_XY`. Raises InputError for any other name or an older architecture."""
+    match = _ARCH.fullmatch(arch)
+    if match is None or int(match[2]) < OLDEST:
+        raise InputError(
+            f"architecture {arch!r}: expected sm_XY (machine code) or compute_XY (PTX), XY at least {OLDEST}; "
+            "a V100 is sm_70."
+        )
+    return [f"--gpu-architecture={arch}", "--std=c++17"]
+
+
+def file_name(source: str, arch: str) -> str:
+    """Name under which `--out` stores a compiled source: it holds a digest of sources and options, no compiler version."""
+    kind = "cubin" if arch.startswith("sm_") else "ptx"
+    return f"{Path(source).stem}.{arch}.{_key(source, arch)[:16]}.{kind}"
+
+
+def build(source: str, arch: str) -> Built:
+    """Compile one of `sources` for `arch`, or take it from the cache.
+
+    Raises InputError for an architecture that is misspelt or unknown to the compiler, EnvironmentFault if NVRTC is
+    missing, cannot reach a V100, fails, or if the cache cannot be written.
+    """
+    begin = time.perf_counter()
+    arguments = options(arch)
+    compiler = _compiler()
+    version = _version(compiler)
+    _check_target(compiler, version, arch)
+    path = cache_directory() / f"{_key(source, arch, *map(str, version))}.bin"
+    image = _read_cached(path)
+    cached = image is not None
+    if image is None:
+        image = _compile(compiler, source, arch, arguments)
+        _write_atomically(path, xxhash.xxh3_128_digest(image) + image)
+    return Built(source, arch, image, time.perf_counter() - begin, cached, path)
+
+
+def image_for(source: str, arch: str) -> bytes:
+    """The compiled source to load: from the directory that `DUOVOLT_KERNELS` names if it is set, else from `build`."""
+    prebuilt = os.environ.get(PREBUILT_VARIABLE)
+    if not prebuilt:
+        return build(source, arch).image
+    path = Path(prebuilt) / file_name(source, arch)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path}: {error.strerror}. {PREBUILT_VARIABLE} must name a directory built from this version's sources: "
+            f"duovolt kernels build --arch {arch} --out {prebuilt}; or unset it to compile here."
+        ) from None
+
+
+def write_out(built: Built, directory: Path) -> Path:
+    """Store a compiled source in `directory` under its `file_name`; the path. Raises EnvironmentFault if it cannot."""
+    path = directory / file_name(built.source, built.arch)
+    _write_atomically(path, built.image)
+    return path
+
+
+def cache_directory() -> Path:
+    """`$XDG_CACHE_HOME/duovolt/kernels`; a relative value is ignored, as the base directory specification asks."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    return root / "duovolt" / "kernels"
+
+
+def _texts(source: str) -> dict[str, bytes]:
+    """The source and every header: a header that a source does not include costs a compilation, never a wrong hit."""
+    return {path.name: path.read_bytes() for path in (CSRC / source, *sorted(CSRC.glob("*.cuh")))}
+
+
+def _key(source: str, arch: str, *more: str) -> str:
+    digest = xxhash.xxh3_128()
+    for part in (*options(arch), *more):
+        digest.update(part.encode() + b"\0")
+    for name, text in _texts(source).items():
+        digest.update(f"{name} {len(text)}\0".encode() + text)
+    return digest.hexdigest()
+
+
+@functools.cache
+def _compiler() -> ModuleType:
+    """cuda.bindings.nvrtc with its library loaded. Raises EnvironmentFault if either is missing."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # the bindings look for the shared library at the first call
+    except (ImportError, RuntimeError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise EnvironmentFault(f"the CUDA compiler library NVRTC is missing ({reason}). Install it: {INSTALL}") from None
+    return nvrtc
+
+
+def _call(compiler: ModuleType, function: str, *arguments: Any) -> Any:
+    status, *values = getattr(compiler, function)(*arguments)
+    if int(status) != 0:
+        raise EnvironmentFault(f"{function} failed: {compiler.nvrtcGetErrorString(status)[1].decode()}.")
+    return values[0] if values else None
+
+
+def _version(compiler: ModuleType) -> tuple[int, int]:
+    _, major, minor = compiler.nvrtcVersion()
+    return int(major), int(minor)
+
+
+def _check_target(compiler: ModuleType, version: tuple[int, int], arch: str) -> None:
+    wanted = int(arch.partition("_")[2])
+    supported = sorted(map(int, _call(compiler, "nvrtcGetSupportedArchs")))
+    if wanted in supported:
+        return
+    name = f"NVRTC {version[0]}.{version[1]}"
+    if version[0] >= FIRST_WITHOUT_VOLTA and wanted < supported[0]:
+        raise EnvironmentFault(
+            f"{name} cannot compile for {arch}: CUDA 13 dropped Volta. Install a 12.x one: {INSTALL}"
+        )
+    known = ", ".join(str(number) for number in supported if number >= OLDEST)
+    raise InputError(f"architecture {arch!r} is unknown to {name}, which knows {known}.")
+
+
+def _compile(compiler: ModuleType, source: str, arch: str, arguments: list[str]) -> bytes:
+    headers = _texts(source)
+    text = headers.pop(source)
+    names = [name.encode() for name in headers]
+    program = _call(
+        compiler, "nvrtcCreateProgram", text, source.encode(), len(names), list(headers.values()), names
+    )
+    try:
+        encoded = [argument.encode() for argument in arguments]
+        (status,) = compiler.nvrtcCompileProgram(program, len(encoded), encoded)
+        if int(status) != 0:
+            log = _fetch(compiler, program, "nvrtcGetProgramLog").decode(errors="replace").rstrip("\0\n ")
+            raise EnvironmentFault(f"{source} does not compile for {arch}:\n{log}")
+        if arch.startswith("sm_"):
+            return _fetch(compiler, program, "nvrtcGetCUBIN")
+        return _fetch(compiler, program, "nvrtcGetPTX")
+    finally:
+        compiler.nvrtcDestroyProgram(program)
+
+
+def _fetch(compiler: ModuleType, program: Any, function: str) -> bytes:
+    buffer = bytes(_call(compiler, function + "Size", program))
+    _call(compiler, function, program, buffer)  # the binding writes into the buffer
+    return buffer
+
+
+def _read_cached(path: Path) -> bytes | None:
+    """A cached image, None if there is none or its digest does not fit (a disk that lost a write)."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return image if xxhash.xxh3_128_digest(image) == digest else None
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
+            file.write(content)
+        temporary = Path(file.name)
+        try:
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{path.parent}: {error.strerror}; compiled kernels are stored there. Choose another directory "
+            "(XDG_CACHE_HOME for the cache)."
+        ) from None
