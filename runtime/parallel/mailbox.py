@@ -144,7 +144,9 @@ class MailboxCollective:
         mine = x.detach().contiguous()
         theirs = self._tensor(self._mailbox.exchange(mine.numpy().reshape(-1)))
         if theirs.numel() != mine.numel():
-            raise MailboxMismatch(f"all_reduce: rank {self.rank} brought {mine.numel()} values, the peer {theirs.numel()}")
+            raise MailboxMismatch(
+                f"all_reduce: rank {self.rank} brought {mine.numel()} values, the peer {theirs.numel()}"
+            )
         theirs = theirs.reshape(mine.shape)
         return mine + theirs if self.rank == 0 else theirs + mine
 

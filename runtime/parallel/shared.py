@@ -23,11 +23,11 @@ SHARED_DIR = Path("/dev/shm")
 def sweep_dead() -> list[str]:
     """Remove the files of owners that no longer run, never those of a live one; returns the names removed."""
     removed = []
-    for entry in os.listdir(SHARED_DIR):
-        if owner_is_dead(entry):
+    for entry in SHARED_DIR.iterdir():
+        if owner_is_dead(entry.name):
             with contextlib.suppress(FileNotFoundError, PermissionError):  # another user's, or swept by a neighbour
-                os.unlink(SHARED_DIR / entry)
-                removed.append(entry)
+                entry.unlink()
+                removed.append(entry.name)
     return removed
 
 
@@ -50,11 +50,13 @@ class SharedFile:
         try:
             os.posix_fallocate(fd, 0, size)  # a full file system fails here, not later with SIGBUS
             memory = mmap.mmap(fd, size)
-            os.rename(temporary, SHARED_DIR / name)
+            temporary.rename(SHARED_DIR / name)
         except OSError as error:
-            os.unlink(temporary)
+            temporary.unlink()
             need = f"{size} bytes needed" if error.errno == errno.ENOSPC else f"{error.strerror}"
-            raise EnvironmentFault(f"cannot create shared memory in {SHARED_DIR}: {need}; free some room there") from error
+            raise EnvironmentFault(
+                f"cannot create shared memory in {SHARED_DIR}: {need}; free some room there"
+            ) from error
         finally:
             os.close(fd)
         return SharedFile(name, memory)
@@ -77,4 +79,4 @@ class SharedFile:
     def unlink(self) -> None:
         """Remove the name; the mappings live on. Harmless when repeated."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(SHARED_DIR / self.name)
+            (SHARED_DIR / self.name).unlink()

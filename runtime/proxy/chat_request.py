@@ -91,7 +91,9 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
             try:
                 arguments = json.loads(arguments or "{}")
             except ValueError as error:
-                raise bad_request(f"{where}.tool_calls[{number}]: arguments are not JSON: {error}", "messages") from error
+                raise bad_request(
+                    f"{where}.tool_calls[{number}]: arguments are not JSON: {error}", "messages"
+                ) from error
         if not isinstance(arguments, dict):
             raise bad_request(f"{where}.tool_calls[{number}]: arguments must be a JSON object", "messages")
         clean.append({**call, "function": {**function, "arguments": arguments}})

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -79,8 +80,11 @@ class RankGroup:
     def send(self, message: GenerateRequest | CancelRequest | Stop) -> None:
         """The same bytes to every rank, in the same order."""
         data = encode(message)
-        for socket in self._sockets:
-            socket.send(data, zmq.NOBLOCK)
+        for rank, socket in enumerate(self._sockets):
+            sent = socket.send(data, zmq.NOBLOCK)  # done when it returns, as nothing may overtake it
+            assert isinstance(sent, asyncio.Future)
+            if sent.exception() is not None and not isinstance(message, Stop):
+                self._set_fault(RankFault(f"rank {rank} takes no more messages."))
 
     def facts(self) -> dict[str, str]:
         """What rank 0 said of its engine."""
@@ -92,8 +96,7 @@ class RankGroup:
 
     async def stop(self) -> None:
         """Ask, wait a moment, kill; then nothing of this generation is left: process, file, socket or folder."""
-        with contextlib.suppress(zmq.ZMQError):
-            self.send(Stop())
+        self.send(Stop())
         waits = [asyncio.ensure_future(process.wait()) for process in self._processes]
         if waits and not self.fault.done():
             await asyncio.wait(waits, timeout=_STOP_SECONDS)
@@ -139,19 +142,24 @@ class RankGroup:
             for door in DOORS:
                 environment.pop(door, None)
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "duovolt", "rank", *options.arguments(), env=environment, stdin=asyncio.subprocess.DEVNULL
+            sys.executable,
+            "-m",
+            "duovolt",
+            "rank",
+            *options.arguments(),
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
         )
 
     def _endpoint(self, rank: int) -> str:
         return f"ipc://{self._folder}/rank-{rank}"
 
     async def _wait_ready(self) -> None:
-        ready = asyncio.create_task(self._all_ready.wait())
+        ready = asyncio.ensure_future(self._all_ready.wait())
+        either: list[asyncio.Future[Any]] = [ready, self.fault]
         start = time.monotonic()
         while True:
-            done, _ = await asyncio.wait(
-                [ready, self.fault], timeout=_LOADING_NEWS_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(either, timeout=_LOADING_NEWS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if self.fault.done():
                 ready.cancel()
                 raise self.fault.result()
@@ -160,7 +168,10 @@ class RankGroup:
             if not self._plan.options.quiet:
                 waiting = [str(rank) for rank in range(self._plan.size) if rank not in self._ready]
                 seconds = time.monotonic() - start
-                print(f"duovolt serve: loading for {seconds:.0f} s, waiting for rank {', '.join(waiting)}", file=sys.stderr)
+                print(
+                    f"duovolt serve: loading for {seconds:.0f} s, waiting for rank {', '.join(waiting)}",
+                    file=sys.stderr,
+                )
 
     async def _read(self, rank: int) -> None:
         while True:

@@ -28,10 +28,14 @@ class SamplingDefaults:
     @staticmethod
     def of(generation: dict[str, Any]) -> SamplingDefaults:
         known = SamplingDefaults.__dataclass_fields__
-        return SamplingDefaults(**{name: value for name, value in generation.items() if name in known and value is not None})
+        return SamplingDefaults(
+            **{name: value for name, value in generation.items() if name in known and value is not None}
+        )
 
 
-def build_sampling(body: SamplingBody, defaults: SamplingDefaults, tokenizer: TextTokenizer, logprobs: int) -> SamplingParams:
+def build_sampling(
+    body: SamplingBody, defaults: SamplingDefaults, tokenizer: TextTokenizer, logprobs: int
+) -> SamplingParams:
     """The engine's parameters, with a fresh seed if none was given: both ranks must draw the same. Raises ApiError."""
     if body.n not in (None, 1):
         raise bad_request(f"n is {body.n}; this server makes one answer a request", "n")

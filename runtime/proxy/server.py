@@ -132,6 +132,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise EnvironmentFault(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port.") from error
+        raise EnvironmentFault(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port."
+        ) from error
     listener.set_inheritable(False)
     return listener

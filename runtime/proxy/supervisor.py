@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ...checkpoint.errors import DuovoltError
 from .errors import unavailable
@@ -68,6 +69,7 @@ class Supervisor:
         """One generation from start to fault (returned) or stop (None)."""
         stop = asyncio.create_task(self._stopping.wait())
         start = asyncio.create_task(group.start())
+        either: list[asyncio.Future[Any]] = [stop, group.fault]
         try:
             await asyncio.wait([start, stop], return_when=asyncio.FIRST_COMPLETED)
             if not start.done():
@@ -77,7 +79,7 @@ class Supervisor:
             self._hub.send = group.send
             self._on_ready(self.facts)
             while not self._stopping.is_set() and not group.fault.done():
-                await asyncio.wait([stop, group.fault], timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(either, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if (age := group.step_age()) > self._plan.options.watchdog_seconds:
                     group.report_hang(age)
             if not group.fault.done():

@@ -73,7 +73,9 @@ def tokenizer_digest(directory: Path) -> str:
     try:
         return xxhash.xxh3_128_hexdigest((directory / TOKENIZER).read_bytes())
     except OSError as error:
-        raise InputError(f"{directory / TOKENIZER}: {error.strerror}; the server needs the model's tokenizer.") from error
+        raise InputError(
+            f"{directory / TOKENIZER}: {error.strerror}; the server needs the model's tokenizer."
+        ) from error
 
 
 def find_ranks(path: Path, scripted: bool) -> list[Path]:

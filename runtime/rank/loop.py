@@ -32,7 +32,9 @@ class RankLoop:
     beyond the first 64, or not yet admitted, waits until it has a bit.
     """
 
-    def __init__(self, engine: SteppingEngine, lockstep: Lockstep, socket: zmq.Socket, progress: ProgressCounter) -> None:
+    def __init__(
+        self, engine: SteppingEngine, lockstep: Lockstep, socket: zmq.Socket, progress: ProgressCounter
+    ) -> None:
         self._engine = engine
         self._lockstep = lockstep
         self._socket = socket

@@ -30,7 +30,9 @@ def run_rank(options: RankOptions) -> int:
     """Serve until the proxy says stop; returns the exit code."""
     _tie_to_parent(options.parent)
     _set_name(f"duovolt rank {options.rank}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the proxy alone decides what it means
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the proxy alone decides what it means
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.linger = _LINGER_MS
@@ -73,7 +75,7 @@ def _serve(options: RankOptions, socket: zmq.Socket) -> None:
     engine, facts = build_engine(options, mailbox)
     progress = ProgressCounter(region, options.rank)
     progress.tick(busy=False)
-    facts["collective"] = "solo" if mailbox is None else "mailbox (cpu)"
+    facts["collective"] = "solo" if mailbox is None else "mailbox-cpu"
     socket.send(encode(Ready(options.rank, facts)))
     RankLoop(engine, lockstep, socket, progress).run()
 
