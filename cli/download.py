@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.epilog = EPILOG
     parser.add_argument("repo", metavar="REPO", help="repository, such as Qwen/Qwen3.8-27B")
-    parser.add_argument("dst", metavar="DST", type=Path, help="directory to fetch into; made if need be")
+    parser.add_argument("dst", metavar="DST", help="directory to fetch into; made if need be")
     parser.add_argument("--revision", metavar="R", help="branch, tag or commit (default: main)")
     parser.add_argument("--endpoint", metavar="URL", help="hub or mirror (default: HF_ENDPOINT, or the public hub)")
     parser.add_argument(
@@ -48,13 +48,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Download, or with --dry-run print what a download would do."""
-    if not str(args.dst).strip():
+    if not args.dst.strip():
         raise InputError("DST is empty: name a directory.")
     progress = NoProgress() if args.quiet else TerminalProgress()
     try:
         report = download(
             args.repo,
-            args.dst,
+            Path(args.dst),
             revision=args.revision,
             endpoint=args.endpoint,
             include=args.include,

@@ -23,6 +23,7 @@ from .hub import ContentDigest
 
 LFS = (".safetensors", ".bin", ".gguf", ".pt")
 CHUNK = 16 << 10
+POINTER_BYTES = 134  # the usual size of a git-lfs pointer
 
 FaultKind = Literal["cut", "whole", "status", "etag", "flip", "slow", "shift", "encoded", "redirect"]
 
@@ -46,17 +47,17 @@ class Fault:
     server: Literal["hub", "cdn"] = "cdn"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Served:
-    """One answered request; `body_bytes` counts what really went out."""
+    """One request, logged when it arrives; `status` and `body_bytes` (what really went out) follow the answer."""
 
     server: str
     method: str
     name: str
     range: str | None
     authorization: str | None
-    status: int
-    body_bytes: int
+    status: int = 0
+    body_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,45 +192,39 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        self.name, self.code, self.sent = "", 0, 0
-        try:
-            if self.server.role == "hub":
-                self._hub()
-            else:
-                self._cdn()
-        finally:
-            auth, wanted = self.headers.get("Authorization"), self.headers.get("Range")
-            served = Served(self.server.role, self.command, self.name, wanted, auth, self.code, self.sent)
-            self.server.standin.record(served)
-
-    def _hub(self) -> None:
-        standin = self.server.standin
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        if parts[:2] == ["api", "models"] and len(parts) >= 4:
-            revision = parts[5] if len(parts) > 5 and parts[4] == "revision" else "main"
-            self.name = "api"
-            self._checked("/".join(parts[2:4]), revision, self._listing)
-        elif parts[:3] == ["api", "resolve-cache", "models"] and len(parts) > 6:
-            self.name = "/".join(parts[6:])
-            self._checked("/".join(parts[3:5]), parts[5], self._git_file)
-        elif len(parts) > 4 and parts[2] == "resolve":
-            self.name = "/".join(parts[4:])
-            fault = standin.take_fault("hub", self.name, ("redirect",))
-            if fault is not None:
-                self._headers(302, 0, {"Location": fault.text})
-            else:
-                self._checked("/".join(parts[:2]), parts[3], self._resolve)
+        # Where repository, revision and file stand in the path, and who answers.
+        answer: Callable[[str, str], None] | None = None
+        if self.server.role == "cdn":
+            repo, revision, self.name, answer = parts[:2], parts[2:3], "/".join(parts[3:]), self._cdn_file
+        elif parts[:3] == ["api", "resolve-cache", "models"]:
+            repo, revision, self.name, answer = parts[3:5], parts[5:6], "/".join(parts[6:]), self._git_file
+        elif parts[:2] == ["api", "models"]:
+            repo, revision, self.name = parts[2:4], parts[5:6], "api"
+            answer = self._tree if parts[4:5] == ["tree"] else self._listing
         else:
+            repo, revision, self.name = parts[:2], parts[3:4], "/".join(parts[4:])
+            answer = self._resolve if parts[2:3] == ["resolve"] else None
+        auth, wanted = self.headers.get("Authorization"), self.headers.get("Range")
+        self.served = Served(self.server.role, self.command, self.name, wanted, auth)
+        self.server.standin.record(self.served)
+        if answer is None:
             self._refuse(404, "EntryNotFound")
+        else:
+            self._checked("/".join(repo), (revision or ["main"])[0], answer)
 
     def _checked(self, repo: str, revision: str, answer: Callable[[str, str], None]) -> None:
         """Refuse what the hub would refuse (token, repository, revision), else `answer(repo, commit)`."""
         standin = self.server.standin
-        fault = standin.take_fault("hub", self.name, ("status",))
+        fault = standin.take_fault(self.server.role, self.name, ("status", "redirect"))
+        if fault is not None and fault.kind == "redirect":
+            self._headers(302, 0, {"Location": fault.text})
+            return
         if fault is not None:
             self._refuse(fault.value, "", fault.text)
             return
-        if standin.token is not None and self.headers.get("Authorization") != f"Bearer {standin.token}":
+        gated = standin.token is not None and self.server.role == "hub"
+        if gated and self.headers.get("Authorization") != f"Bearer {standin.token}":
             self._refuse(401 if self.headers.get("Authorization") is None else 403, "GatedRepo")
             return
         try:
@@ -250,12 +245,25 @@ class _Handler(BaseHTTPRequestHandler):
             if blobs:
                 entry |= {"size": blob.size, "blobId": blob.git_sha1}
                 if blob.lfs:
-                    entry["lfs"] = {"size": blob.size, "sha256": blob.sha256, "pointerSize": 134}
+                    entry["lfs"] = {"size": blob.size, "sha256": blob.sha256, "pointerSize": POINTER_BYTES}
             siblings.append(entry)
         listing = {"_id": "0", "id": repo, "modelId": repo, "sha": commit, "private": False, "siblings": siblings}
         if self.server.standin.edit_listing is not None:
             listing = self.server.standin.edit_listing(listing)
-        body = json.dumps(listing).encode()
+        self._json(listing)
+
+    def _tree(self, repo: str, commit: str) -> None:
+        """The other form of the listing: files only, folders are implied."""
+        entries: list[dict[str, Any]] = []
+        for name, blob in self.server.standin.files(repo).items():
+            entry: dict[str, Any] = {"type": "file", "path": name, "size": blob.size, "oid": blob.git_sha1}
+            if blob.lfs:
+                entry["lfs"] = {"oid": blob.sha256, "size": blob.size, "pointerSize": POINTER_BYTES}
+            entries.append(entry)
+        self._json(entries)
+
+    def _json(self, value: Any) -> None:
+        body = json.dumps(value).encode()
         self._headers(200, len(body), {"Content-Type": "application/json"})
         self._send(body)
 
@@ -279,16 +287,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._content(blob, {"X-Repo-Commit": commit, "ETag": self._etag(blob)})
 
-    def _cdn(self) -> None:
-        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        self.name = "/".join(parts[3:])
-        fault = self.server.standin.take_fault("cdn", self.name, ("status",))
-        if fault is not None:
-            self._refuse(fault.value, "", fault.text)
-            return
-        try:
-            blob = self.server.standin.files("/".join(parts[:2]))[self.name]
-        except KeyError:
+    def _cdn_file(self, repo: str, commit: str) -> None:
+        blob = self.server.standin.files(repo).get(self.name)
+        if blob is None:
             self._refuse(404, "")
         else:
             self._content(blob, {"ETag": f'"{hashlib.md5(blob.etag.encode()).hexdigest()}"'})
@@ -344,7 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._headers(code, 0, headers)
 
     def _headers(self, code: int, length: int, headers: dict[str, str]) -> None:
-        self.code = code
+        self.served.status = code
         self.send_response(code)
         self.send_header("Content-Length", str(length))
         for key, value in headers.items():
@@ -353,7 +354,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, data: bytes) -> None:
         self.wfile.write(data)
-        self.sent += len(data)
+        self.served.body_bytes += len(data)
 
 
 def _blocks(path: Path, begin: int, end: int) -> Iterator[bytes]:

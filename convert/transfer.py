@@ -21,6 +21,9 @@ MAX_REDIRECTS = 8
 # A connection that brings less than this in a window is as good as dead, though it never times out.
 STALL_SECONDS = 60.0
 STALL_BYTES = 16 << 10
+# Bytes reach the disk in blocks that end at multiples of this, so that the number of writes does not depend on how the
+# network cuts them up; a killed run loses less than one block.
+WRITE_BYTES = 64 << 10
 
 
 class _Broken(Exception):
@@ -198,27 +201,41 @@ class Transfer:
         self._receive(remote, sink, answer)
 
     def _receive(self, remote: RemoteFile, sink: Sink, answer: Any) -> None:
-        window, arrived = time.monotonic(), 0
+        window, arrived, pending = time.monotonic(), 0, bytearray()
         with self._lock:
             self._open.add(answer)
         try:
             for chunk in answer.iter_raw():
                 if self._stop.is_set():
                     raise Stopped
-                if sink.size + len(chunk) > remote.size:
+                pending += chunk
+                if sink.size + len(pending) > remote.size:
+                    pending.clear()
                     self._throw_away(remote, sink, "the server sends more bytes than the file has")
                     raise _Broken("too many bytes")
-                sink.append(chunk)
-                self._progress.advance(len(chunk))
+                whole = (sink.size + len(pending)) // WRITE_BYTES * WRITE_BYTES - sink.size
+                if whole > 0:
+                    self._store(sink, pending, whole)
                 arrived += len(chunk)
                 now = time.monotonic()
                 if now - window > STALL_SECONDS:
                     if arrived < STALL_BYTES:
                         raise _Broken(f"only {arrived} bytes in {STALL_SECONDS:.0f} s")
                     window, arrived = now, 0
+        except (http.TransportError, http.StreamError, _Broken, Stopped):
+            self._store(sink, pending, len(pending))
+            raise
+        else:
+            self._store(sink, pending, len(pending))
         finally:
             with self._lock:
                 self._open.discard(answer)
+
+    def _store(self, sink: Sink, pending: bytearray, count: int) -> None:
+        block = bytes(pending[:count])
+        del pending[:count]
+        sink.append(block)
+        self._progress.advance(count)
 
     def _throw_away(self, remote: RemoteFile, sink: Sink, why: str, again: bool = True) -> None:
         if sink.size and again:
