@@ -75,7 +75,7 @@ class BandReader:
         for first in range(0, self.grid.cells[0], rows_a_band):
             last = min(first + rows_a_band, self.grid.cells[0])
             raw = container.read_range(self.entry, first * self.grid.row_bytes, last * self.grid.row_bytes)
-            self._digest.update(raw)
+            self._digest.update(raw.data)
             yield first, raw.reshape(last - first, self.grid.cells[1], self.grid.cell_bytes)
 
     def canonical(self, first: int, band: np.ndarray) -> tuple[int, np.ndarray]:

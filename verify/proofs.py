@@ -1,0 +1,87 @@
+"""`verify`: every proof that the given directories allow, one after the other; a failed one does not stop the rest."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..checkpoint.bands import CanonicalReader
+from ..checkpoint.errors import InputError
+from .ranks import RankSet, open_ranks, prove_lineage, prove_partition, prove_replicas, rank_directories
+from .report import Report
+from .scan import prove_bytes
+from .source import open_source, prove_source
+from .stage import StageView, open_stage, prove_inventory
+from .whole import prove_joined
+
+Advance = Callable[[int], None]
+
+
+def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None) -> int:
+    """About how many bytes `verify` will read, for a progress bar. Raises InputError for a missing directory."""
+
+    def size(directory: Path) -> int:
+        if not directory.is_dir():
+            raise InputError(f"{directory}: not a directory.")
+        return sum(child.stat().st_size for child in directory.iterdir() if child.is_file())
+
+    every_rank = sum(size(directory) for directory in rank_directories(ranks)) if ranks else 0
+    whole = size(converted) if converted else 0
+    return (size(source) if source else 0) + whole + every_rank + ((whole or every_rank) if ranks else 0)
+
+
+def verify(
+    source: Path | None = None,
+    converted: Path | None = None,
+    ranks: Path | None = None,
+    advance: Advance | None = None,
+) -> Report:
+    """Prove what can be proved of a source, a converted directory, and the folder of its ranks (or one rank).
+
+    `advance` is called with bytes read. The report holds failures; InputError is raised only where there is nothing to
+    check: a missing, unfinished or wrong kind of directory.
+    """
+    if source is None and converted is None and ranks is None:
+        raise InputError("nothing to verify: give --source, --converted or --ranks, or several of them.")
+    if converted is None and ranks is None:
+        raise InputError(f"{source}: a source proves nothing alone. Give --converted or --ranks beside it.")
+    tell = advance or (lambda count: None)
+    report = Report()
+    whole = _converted(converted, report, tell) if converted is not None else None
+    rank_set = _ranks(ranks, report, tell) if ranks is not None else None
+    reader: CanonicalReader | None = whole
+    view = whole
+    if rank_set is not None:
+        if whole is not None:
+            prove_lineage(whole, rank_set, report)
+        joined = prove_joined(rank_set, whole, report, tell)
+        if converted is None and joined is not None:
+            reader, view = joined, rank_set.views[0]
+    if source is not None:
+        checkpoint = open_source(source, report)
+        if checkpoint is None or reader is None or view is None:
+            report.skip("source -> converted", "needs a readable source, and a converted directory or all its ranks")
+        else:
+            prove_source(checkpoint, view, reader, report, tell)
+    return report
+
+
+def _converted(path: Path, report: Report, advance: Advance) -> StageView | None:
+    view = open_stage(path, "converted", report)
+    if view is None:
+        return None
+    if view.manifest.stage != "converted":
+        raise InputError(f"{path}: holds rank {view.manifest.tp_rank} of {view.manifest.tp_size}. Use --ranks for it.")
+    prove_inventory(view, report)
+    prove_bytes(view, report, advance)
+    return view
+
+
+def _ranks(path: Path, report: Report, advance: Advance) -> RankSet | None:
+    ranks = open_ranks(path, report)
+    if ranks is None:
+        return None
+    for view in ranks.views:
+        prove_inventory(view, report)
+        prove_bytes(view, report, advance)
+    prove_partition(ranks, report)
+    prove_replicas(ranks, report)
+    return ranks

@@ -1,0 +1,223 @@
+"""Source to converted: kept words are equal, quantised values are within half a step, nothing is missing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..checkpoint.bands import CanonicalReader, DecodedWeight
+from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, read_range
+from ..checkpoint.digest import digest_file
+from ..checkpoint.directory import Checkpoint
+from ..checkpoint.encodings import PLAIN_OF_DTYPE
+from ..checkpoint.encodings.plain import to_float32
+from ..checkpoint.encodings.weights import weights_of
+from ..checkpoint.errors import DuovoltError, InputError
+from ..checkpoint.manifest import Manifest, SourceRef, TensorRecord
+from .errors import ErrorSums, fp8_bound, nvfp4_bound
+from .report import Proof, Report
+from .stage import StageView
+from .whole import UNREADABLE
+from .words import bands_of, first_difference
+
+Advance = Callable[[int], None]
+
+QUANTISATION_FILES = {"hf_quant_config.json"}  # would lie about the converted directory; kept inside the manifest
+
+
+def open_source(path: Path, report: Report) -> Checkpoint | None:
+    """The source; None if its headers are damaged. Raises InputError if there is none."""
+    if not path.is_dir():
+        raise InputError(f"{path}: not a directory.")
+    proof = report.begin("source: headers and index")
+    try:
+        checkpoint = Checkpoint.open(path)
+    except (DuovoltError, OSError) as error:
+        proof.fail(str(error))
+        return None
+    proof.detail = f"{len(checkpoint.tensors)} tensors"
+    return checkpoint
+
+
+def quantised_here(parts: dict[str, TensorRecord]) -> bool:
+    """True if all parts of a weight come from one floating-point tensor: the conversion chose scales and codes."""
+    names = {ref.name for record in parts.values() for ref in record.sources}
+    dtypes = {ref.dtype for record in parts.values() for ref in record.sources}
+    return "words" in parts and len(names) == 1 and dtypes <= PLAIN_OF_DTYPE.keys()
+
+
+@dataclass
+class _SourceProofs:
+    """The proofs that one pass over the source serves, and where the converted words are read from."""
+
+    source: Checkpoint
+    reader: CanonicalReader
+    advance: Advance
+    digests: Proof
+    kept: Proof
+    quantised: Proof
+    report: Report
+    seen: set[str] = field(default_factory=set)
+
+    def entry(self, ref: SourceRef) -> TensorEntry | None:
+        """The source tensor that a record names, if its header says the same."""
+        entry = self.source.tensors.get(ref.name)
+        self.seen.add(ref.name)
+        if entry is None:
+            self.digests.fail("the conversion read it, the source does not have it", tensor=ref.name)
+        elif (entry.dtype, list(entry.shape)) != (ref.dtype, ref.shape):
+            self.digests.fail("another tensor than was converted", tensor=ref.name, file=str(entry.path),
+                              found=f"{entry.dtype} {list(entry.shape)}", expected=f"{ref.dtype} {ref.shape}")  # fmt: skip
+            return None
+        return entry
+
+    def check_digest(self, ref: SourceRef, entry: TensorEntry, digest: str) -> None:
+        if digest != ref.digest:
+            self.digests.fail("digest: not the bytes that were converted", tensor=ref.name, file=str(entry.path),
+                              found=digest, expected=ref.digest)  # fmt: skip
+
+    def compare_kept(self, name: str, record: TensorRecord) -> None:
+        """A stored tensor whose words or values are the source's own."""
+        ref = record.sources[0]
+        entry = self.entry(ref)
+        if entry is None:
+            return
+        shape = tuple(ref.shape) if record.split is not None else tuple(record.canonical_shape)
+        if len(record.sources) != 1 or _count(shape) != _count(tuple(ref.shape)):
+            self.kept.fail(f"cannot be compared with {len(record.sources)} sources of {ref.shape}", tensor=name)
+            return
+        digest, found = xxhash.xxh3_128(), None
+        for first, last in bands_of(shape, ref.dtype):
+            raw = _rows(entry, shape, first, last)
+            digest.update(raw.data)
+            self.advance(raw.nbytes)
+            if found is None and (found := _unequal(self.reader.rows(name, first, last), record.dtype, raw, ref.dtype)):
+                index = [found[0][0] + first, *found[0][1:]]
+                self.kept.fail("the word differs from the source's", tensor=name, file=str(entry.path), index=index,
+                               found=found[1], expected=found[2])  # fmt: skip
+        self.check_digest(ref, entry, digest.hexdigest())
+
+    def measure(self, weight: str, names: dict[str, str], parts: dict[str, TensorRecord]) -> None:
+        """A weight that was quantised: the error table's row, and every value within its bound."""
+        record = parts["words"]
+        ref = record.sources[0]
+        entry = self.entry(ref)
+        if entry is None:
+            return
+        decoded_weight = DecodedWeight(weight, {part: (names[part], parts[part]) for part in parts})
+        sums, digest, outside = ErrorSums(), xxhash.xxh3_128(), False
+        for first, last in bands_of(tuple(ref.shape), "F32"):  # float32 temporaries decide the memory
+            raw = _rows(entry, tuple(ref.shape), first, last)
+            digest.update(raw.data)
+            self.advance(raw.nbytes)
+            values = to_float32(raw, ref.dtype)
+            decoded = decoded_weight.decode(self.reader, first, last)
+            sums.add(values, decoded)
+            beyond = ~(np.abs(values - decoded) <= self._bound(values, names, parts, first, last))
+            if not outside and beyond.any():
+                outside = True
+                at = tuple(int(n) for n in np.unravel_index(int(np.argmax(beyond)), beyond.shape))
+                self.quantised.fail("further than half a step from the source", tensor=weight, file=str(entry.path),
+                                    index=[at[0] + first, at[1]], found=f"{decoded[at]:.9g}",
+                                    expected=f"{values[at]:.9g}")  # fmt: skip
+        self.report.errors.append(sums.row(weight, record.encoding))
+        self.check_digest(ref, entry, digest.hexdigest())
+
+    def _bound(
+        self, values: np.ndarray, names: dict[str, str], parts: dict[str, TensorRecord], first: int, last: int
+    ) -> np.ndarray:
+        if "row_scale" in parts:
+            return fp8_bound(values, self.reader.rows(names["row_scale"], first, last))
+        multiplier = np.float32(self.reader.rows(names["global_scale"], 0, 1).reshape(-1)[0])
+        return nvfp4_bound(values, self.reader.rows(names["block_scale"], first, last), multiplier)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for extent in shape:
+        total *= extent
+    return total
+
+
+def _rows(entry: TensorEntry, shape: tuple[int, ...], first: int, last: int) -> np.ndarray:
+    """Rows [first, last) of a source tensor seen as `shape`; a scalar is one row."""
+    rows, *inner = shape or (1,)
+    row_bytes = entry.nbytes // rows
+    raw = read_range(entry, first * row_bytes, last * row_bytes)
+    return raw.view(NUMPY_DTYPE[entry.dtype]).reshape(last - first, *inner)
+
+
+def _unequal(
+    stored: np.ndarray, stored_dtype: str, source: np.ndarray, source_dtype: str
+) -> tuple[list[int], str, str] | None:
+    """First difference in words; in values where a scale was widened to another floating-point type."""
+    if stored.itemsize == source.itemsize:
+        return first_difference(stored, source.reshape(stored.shape))
+    widened = to_float32(source, source_dtype).reshape(stored.shape)
+    return first_difference(to_float32(stored, stored_dtype), widened)
+
+
+def _compare_side_files(source: Checkpoint, manifest: Manifest, config: dict[str, Any] | None, report: Report) -> None:
+    """Tokenizer, templates and unknown files went over byte for byte; `config` is the converted configuration."""
+    proof = report.begin("source -> converted: side files")
+    for name in source.side_files:
+        path = source.path / name
+        if name in QUANTISATION_FILES:
+            continue
+        record = manifest.files.get(name)
+        if record is None:
+            proof.fail("in the source, but not carried over", file=str(path))
+        elif name == "config.json" and "quantization_config" in source.config:
+            wanted = {key: value for key, value in source.config.items() if key != "quantization_config"}
+            if config != wanted:
+                proof.fail("not the source's without its quantization_config", file=str(path))
+        elif record.digest != (digest := digest_file(path)):
+            proof.fail(
+                "digest: not the file that was carried over", file=str(path), found=digest, expected=record.digest
+            )
+    proof.detail = f"{len(source.side_files)} files carried over byte for byte"
+
+
+def prove_source(
+    source: Checkpoint, view: StageView, reader: CanonicalReader, report: Report, advance: Advance
+) -> None:
+    """Compare the source with converted words that `reader` gives: a converted directory's, or those of joined ranks.
+
+    `view` is the converted directory or any of the ranks, for its records.
+    """
+    manifest = view.manifest
+    config = view.checkpoint.config if view.checkpoint is not None else None
+    proofs = _SourceProofs(
+        source, reader, advance,
+        report.begin("source -> converted: source bytes"),
+        report.begin("source -> converted: kept words"),
+        report.begin("source -> converted: quantised values"),
+        report,
+    )  # fmt: skip
+    kept = 0
+    try:
+        weights = weights_of(manifest)
+    except InputError as error:
+        proofs.kept.fail(str(error))
+        return
+    for weight, names in weights.items():
+        parts = {part: manifest.tensors[name] for part, name in names.items()}
+        try:
+            if quantised_here(parts):
+                proofs.measure(weight, names, parts)
+                continue
+            for part, name in names.items():
+                proofs.compare_kept(name, parts[part])
+                kept += 1
+        except (*UNREADABLE, LookupError) as error:
+            proofs.kept.fail(f"cannot be compared: {error}", tensor=weight)
+    for name in sorted(source.tensors.keys() - proofs.seen):
+        proofs.digests.fail("in the source, but nothing was made from it", tensor=name,
+                            file=str(source.tensors[name].path))  # fmt: skip
+    _compare_side_files(source, manifest, config, report)
+    proofs.digests.detail = f"{len(proofs.seen)} tensors, each used, each the one that was converted"
+    proofs.kept.detail = f"{kept} tensors equal word for word"
+    proofs.quantised.detail = f"{len(report.errors)} weights, every value within half a step of its encoding"
