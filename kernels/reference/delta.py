@@ -27,22 +27,21 @@ def delta_rule_steps(
     """Token by token: query, key [T, K heads, DK] (L2-normalised), value [T, V heads, DV], gates [T, V heads].
 
     Returns outputs [T, V heads, DV] and the state after every token [T, V heads, DV, DK]; `state` is left as it was.
-    Products are elementwise sums over one token's rows: bits depend neither on T nor on alignment.
+    Every token's products have the same shapes and operands that start on cache lines, so bits do not depend on T.
     """
     heads, dim = value.shape[1], key.shape[-1]
-    query = _by_value_head(query, heads) * dim**-0.5
+    query = _by_value_head(query, heads)[..., None] * dim**-0.5
     key = _by_value_head(key, heads)
-    decay = torch.exp(log_decay)
-    outputs = torch.empty_like(value, memory_format=torch.contiguous_format)
-    states = torch.empty(value.shape[0], *state.shape, dtype=state.dtype, device=state.device)
+    decay, beta = torch.exp(log_decay)[..., None, None], beta[..., None, None]
+    outputs, states = [], []
     for index in range(value.shape[0]):
-        row = key[index][:, None, :]
-        current = torch.mul(state, decay[index][:, None, None], out=states[index])
-        update = (value[index] - (current * row).sum(-1)) * beta[index][:, None]
-        current += update[:, :, None] * row
-        outputs[index] = (current * query[index][:, None, :]).sum(-1)
-        state = current
-    return outputs, states
+        row = key[index].clone()
+        state = state * decay[index]
+        update = (value[index][..., None] - torch.bmm(state, row[..., None])) * beta[index]
+        state = torch.baddbmm(state, update, row[:, None, :])
+        outputs.append(torch.bmm(state, query[index].clone())[..., 0])
+        states.append(state)
+    return torch.stack(outputs), torch.stack(states)
 
 
 def delta_rule_chunked(

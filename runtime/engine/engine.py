@@ -95,6 +95,7 @@ class Engine:
         """True if a step would do anything."""
         return bool(self._waiting or self._order or self._events)
 
+    @torch.inference_mode()
     def step(self) -> tuple[StepRecord, list[TokenEvent]]:
         """Admit what fits, then do one prefill chunk or one decode round; they alternate while both have work."""
         self._admit()
