@@ -168,6 +168,12 @@ class AtomicFile:
         sync_directory(self.path.parent)
 
 
+def tidy(directory: Path) -> None:
+    """Remove what a kill after the manifest's rename left in a finished directory: journal and temporary files."""
+    for leftover in (directory / JOURNAL, *directory.glob(f".*{TEMPORARY}")):
+        leftover.unlink(missing_ok=True)
+
+
 class JournalEntry(msgspec.Struct, frozen=True):
     """One finished file: its record, and whatever the stage wants back when it resumes."""
 

@@ -34,7 +34,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
-from ..checkpoint.stage import StageDirectory, disk_errors, require_space
+from ..checkpoint.stage import DirectoryLock, StageDirectory, disk_errors, require_space, tidy
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
 from .plan import ConversionPlan, PlannedPart, plan_conversion
@@ -247,6 +247,8 @@ def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionR
         path = target / name
         if not path.is_file() or path.stat().st_size != record.size or digest_file(path) != record.digest:
             raise InputError(f"{path}: missing or damaged in a finished directory. Remove {target} and convert again.")
+    with DirectoryLock(target):
+        tidy(target)
     size = sum(entry.nbytes for entry in Checkpoint.open(target).tensors.values())
     return ConversionReport(manifest, source_bytes, size, [], True)
 
