@@ -177,13 +177,18 @@ def _print(found: dict[str, Any]) -> None:
     for (group, role, encoding, layout), count in by_role.items():
         print(f"  {group:<6} {role:<26} x{count:<4} {encoding:<9} {layout:<12} {cut[kinds.get(role)]}")
     for rank in found["ranks"]:
-        print(f"rank {rank['rank']} of {found['tp']}: {rank['bytes'] / 1e6:,.2f} MB, "
-              f"{rank['replicated_bytes'] / 1e6:,.2f} of it on every rank")  # fmt: skip
-    print(f"KV ({found['kv']}): {found['kv_bytes_per_token']:,} bytes a token and rank; state {found['state_bytes'] / 1e6:,.2f} MB "
-          "a sequence and rank")  # fmt: skip
+        both = rank["replicated_bytes"] / 1e6
+        print(f"rank {rank['rank']} of {found['tp']}: {rank['bytes'] / 1e6:,.2f} MB, {both:,.2f} of it on every rank")
+    state = found["state_bytes"] / 1e6
+    print(
+        f"KV ({found['kv']}): {found['kv_bytes_per_token']:,} bytes a token; state {state:,.2f} MB a sequence; per rank"
+    )
     verdict = "fits" if found["fits_32_gb_card"] else "does not fit"
-    print(f"one sequence of {found['max_context']:,} positions needs {found['card_bytes_needed'] / 1e9:,.2f} GB a card "
-          f"before workspace: {verdict} a 32 GB card")  # fmt: skip
+    needed = found["card_bytes_needed"] / 1e9
+    print(
+        f"one sequence of {found['max_context']:,} positions needs {needed:,.2f} GB a card before workspace: "
+        f"{verdict} a 32 GB card"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -94,8 +94,6 @@ def test_manifest_and_headers_tell_the_truth(source: Path, tmp_path: Path) -> No
         (reference,) = record.sources
         whole = origin.read_range(reference.name, 0, origin.tensors[reference.name].nbytes)
         assert reference.digest == digest_bytes(bytes(whole))
-            bytes(origin.read_range(reference.name, 0, origin.tensors[reference.name].nbytes))
-        )
     for name, record in manifest.source.files.items():
         assert digest_file(source / name) == record.digest
     for file in checkpoint.headers:
