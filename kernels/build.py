@@ -10,7 +10,6 @@ names a directory that `duovolt kernels build --out` filled, that one is read in
 import functools
 import os
 import re
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,9 @@ def _compiler() -> ModuleType:
         nvrtc.nvrtcVersion()  # the bindings look for the shared library at the first call
     except (ImportError, RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise EnvironmentFault(f"the CUDA compiler library NVRTC is missing ({reason}). Install it: {INSTALL}") from None
+        raise EnvironmentFault(
+            f"the CUDA compiler library NVRTC is missing ({reason}). Install it: {INSTALL}"
+        ) from None
     return nvrtc
 
 
@@ -170,9 +171,7 @@ def _compile(compiler: ModuleType, source: str, arch: str, arguments: list[str])
     headers = _texts(source)
     text = headers.pop(source)
     names = [name.encode() for name in headers]
-    program = _call(
-        compiler, "nvrtcCreateProgram", text, source.encode(), len(names), list(headers.values()), names
-    )
+    program = _call(compiler, "nvrtcCreateProgram", text, source.encode(), len(names), list(headers.values()), names)
     try:
         encoded = [argument.encode() for argument in arguments]
         (status,) = compiler.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -181,7 +180,7 @@ def _compile(compiler: ModuleType, source: str, arch: str, arguments: list[str])
             raise EnvironmentFault(f"{source} does not compile for {arch}:\n{log}")
         if arch.startswith("sm_"):
             return _fetch(compiler, program, "nvrtcGetCUBIN")
-        return _fetch(compiler, program, "nvrtcGetPTX")
+        return _fetch(compiler, program, "nvrtcGetPTX").rstrip(b"\0")  # a text file has no final NUL
     finally:
         compiler.nvrtcDestroyProgram(program)
 
@@ -203,17 +202,14 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
-            file.write(content)
-        temporary = Path(file.name)
         try:
-            temporary.chmod(0o644)
+            temporary.write_bytes(content)
             temporary.replace(path)
-        except OSError:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise EnvironmentFault(
             f"{path.parent}: {error.strerror}; compiled kernels are stored there. Choose another directory "
