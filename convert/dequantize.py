@@ -37,6 +37,14 @@ class PlainTensor:
     shape: tuple[int, ...]
     rows: Rows
 
+    @property
+    def planned(self) -> Planned:
+        return Planned(self.name, self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.planned.nbytes
+
 
 @dataclass(frozen=True)
 class ConvertedReader:
@@ -99,7 +107,7 @@ def write_plain(
     """
     if target.exists() and target.is_dir() and any(target.iterdir()):
         raise InputError(f"{target}: not empty. Choose a new directory.")
-    planned = {tensor.name: Planned(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors}
+    planned = {tensor.name: tensor.planned for tensor in tensors}
     total = sum(tensor.nbytes for tensor in planned.values())
     require_space(target, total)
     by_name = {tensor.name: tensor for tensor in tensors}

@@ -216,8 +216,7 @@ class _Download:
         if strangers := sorted(path.name for path in self._dst.iterdir() if path.is_file() and path.name not in ours):
             self._progress.notice(f"not part of this download, left alone: {', '.join(strangers)}")
         try:
-            for text in Checkpoint.open(self._dst).notices:
-                self._progress.notice(text)
+            Checkpoint.open(self._dst)
         except InputError as error:
             self._progress.notice(f"every byte is the hub's, but `duovolt convert` will refuse them: {error}")
 

@@ -115,7 +115,7 @@ class LocalFile:
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.partial()[0] == 0:
                 self.discard_partial()
-            with _events, AtomicFile(self.sidecar) as handle:
+            with AtomicFile(self.sidecar) as handle:
                 handle.write(msgspec.json.format(msgspec.json.encode(self._record), indent=2) + b"\n")
             writer = PartialWriter(self)
             try:
@@ -173,8 +173,7 @@ class PartialWriter:
         os.fsync(self._fd)
         _event()
         self._local.part.rename(final)
-        with _events:
-            sync_directory(final.parent)
+        sync_directory(final.parent)
         self._local.sidecar.unlink(missing_ok=True)
 
     def close(self) -> None:

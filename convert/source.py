@@ -77,9 +77,7 @@ class Source:
         if not path.exists():
             return {}
         record = read_json(path)
-        return (
-            {key: record.get(key) for key in ("repo", "revision", "commit")} if isinstance(record, dict) else {}
-        )
+        return {key: record.get(key) for key in ("repo", "revision", "commit")} if isinstance(record, dict) else {}
 
 
 def _non_finite(entry: TensorEntry, flat: int, word: np.ndarray) -> InputError:

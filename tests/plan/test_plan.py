@@ -1,0 +1,128 @@
+"""plan and inspect: the published ledger of the 27B from headers alone, and the tiny checkpoint's fate, tensor by tensor."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from duovolt.checkpoint.writer import Planned, encode_header
+from duovolt.model.config import ModelConfig
+from duovolt.model.inventory import inventory
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "tiny_qwen3_5" / "checkpoint"
+
+CONFIG_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "vocab_size": 248320,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 5120,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 2304,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def giant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 27B's headers over a hole of 55.6 GB that takes no room on disk."""
+    directory = tmp_path_factory.mktemp("giant")
+    (directory / "config.json").write_text(json.dumps(CONFIG_27B))
+    tensors = [Planned(s.name, "BF16", s.shape) for s in inventory(ModelConfig.from_dict(CONFIG_27B)).values()]
+    header = encode_header(tensors, {"format": "pt"})
+    path = directory / "model.safetensors"
+    path.write_bytes(header)
+    os.truncate(path, len(header) + sum(tensor.nbytes for tensor in tensors))
+    return directory
+
+
+def facts(*arguments: object) -> dict:
+    command = [sys.executable, "-m", "duovolt", *map(str, arguments), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_inventory_of_the_27b_counts_what_the_release_counts() -> None:
+    specs = inventory(ModelConfig.from_dict(CONFIG_27B)).values()
+    assert len(specs) == 1199
+    assert [sum(s.group == g for s in specs) for g in ("text", "mtp", "vision")] == [851, 15, 333]
+    parameters = 0
+    for spec in specs:
+        count = 1
+        for extent in spec.shape:
+            count *= extent
+        parameters += count
+    assert parameters == 27_781_427_952
+
+
+def test_ledger_of_the_27b(giant: Path) -> None:
+    found = facts("plan", giant, "--tp", 2, "--max-context", 262144)
+    assert found["source_bytes"] == 55_562_855_904
+    assert round(found["converted_bytes"] / 1e9, 2) == 22.05
+    assert [round(rank["bytes"] / 1e9, 2) for rank in found["ranks"]] == [12.78, 12.78]
+    assert round(found["ranks"][0]["replicated_bytes"] / 1e9, 2) == 3.52
+    assert found["kv_bytes_per_token"] * 2 == 35_904
+    assert round(found["state_bytes"] / 1e6, 1) == 77.0  # 75.5 MB of state and 1.5 of convolution history
+    assert found["fits_32_gb_card"] and round(found["card_bytes_needed"] / 1e9, 1) == 17.6
+    assert not facts("plan", giant, "--tp", 1, "--kv", "fp16")["fits_32_gb_card"]
+
+
+@pytest.mark.parametrize("tp, fits", [(1, True), (2, True), (4, True), (8, True), (3, False), (16, False)])
+def test_every_width_the_27b_allows(giant: Path, tp: int, fits: bool) -> None:
+    command = [sys.executable, "-m", "duovolt", "plan", giant, "--tp", str(tp)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode == 0) == fits
+    if not fits:
+        assert result.returncode == 2 and f"cannot be shared out over {tp} ranks" in result.stderr
+
+
+def test_inspect_of_a_source(giant: Path) -> None:
+    found = facts("inspect", giant)
+    assert found["stage"] == "source" and found["tensors"] == 1199
+    assert {name: total["tensors"] for name, total in found["by_part_of_the_model"].items()} == {
+        "mtp": 15,
+        "text": 851,
+        "vision": 333,
+    }
+
+
+def test_inspect_one_tensor() -> None:
+    found = facts("inspect", FIXTURE, "--tensor", "lm_head.weight")
+    assert (found["dtype"], found["shape"]) == ("BF16", [256, 64])
+    command = [sys.executable, "-m", "duovolt", "inspect", FIXTURE, "--tensor", "lm_head"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "Did you mean lm_head.weight?" in result.stderr
+
+
+@pytest.mark.parametrize("option", [["--max-context", "0"], ["--max-context", "999999"], ["--tp", "0"]])
+def test_nonsense_is_refused_with_the_numbers(option: list[str]) -> None:
+    result = subprocess.run([sys.executable, "-m", "duovolt", "plan", FIXTURE, *option], capture_output=True, text=True)
+    assert result.returncode == 2 and option[1] in result.stderr and "Traceback" not in result.stderr
