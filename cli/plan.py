@@ -22,6 +22,7 @@ from ..convert.source import Source
 from ..model.config import FAMILY, ModelConfig
 from ..model.inventory import inventory
 from ..model.memory import kv_bytes_per_token, state_bytes
+from ..model.partition import MAX_RANKS
 from ..shard.plan import plan_rank
 
 EXAMPLE = """example:
@@ -119,6 +120,8 @@ def _tensors(manifest: Manifest, config: ModelConfig) -> list[dict[str, Any]]:
 
 def facts(path: Path, recipe: str, tp: int, max_context: int | None, kv: str) -> dict[str, Any]:
     """Everything `plan` prints, as JSON values. Raises InputError with the reason for a model that is refused."""
+    if not 1 <= tp <= MAX_RANKS:
+        raise InputError(f"--tp {tp}: expected 1 to {MAX_RANKS}.")
     manifest = planned_manifest(path, recipe)
     config = ModelConfig.read(path)
     context = config.text.max_position_embeddings if max_context is None else max_context
