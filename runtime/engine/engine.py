@@ -56,8 +56,8 @@ class Engine:
             )
         if drafts and weights.mtp is None and drafts_from is None:
             raise InputError(f"{drafts} drafts a round asked for, but the model has no MTP layer. Use 0 drafts.")
-        if any(len(row) > MAX_DRAFTS or any(not 0 <= t < n_sampleable for t in row) for row in drafts_from or []):
-            raise InputError(f"forced drafts: at most {MAX_DRAFTS} a round, ids below {n_sampleable}.")
+        if drafts_from is not None:
+            _check_forced(drafts_from, n_sampleable)
         self.model = model
         self.cache = Cache(weights, lanes=lanes, max_context=max_context, pages=pages)
         self.max_context = max_context
@@ -142,7 +142,9 @@ class Engine:
         if self._uses_mtp and known:
             segment = Segment(lane.index, start, known)
             after = torch.tensor(prompt[start + 1 : start + 1 + known])
-            self.model.draft(Batch(after, [segment], lane.rope(start, known), by_rows=False), hidden[:known], self.cache)
+            self.model.draft(
+                Batch(after, [segment], lane.rope(start, known), by_rows=False), hidden[:known], self.cache
+            )
             self.cache.mtp_lengths[lane.index] += known
         scores: list[TokenLogprob] = []
         if lane.request.echo_logprobs and known:
@@ -250,3 +252,19 @@ def _check_settings(
     ):
         if not least <= value <= most:
             raise InputError(f"engine: {name} is {value}, expected {least} to {most}.")
+
+
+def _check_forced(rounds: object, n_sampleable: int) -> None:
+    """`rounds` may come straight from a file: it must be a list of lists of ids."""
+    if not isinstance(rounds, list):
+        raise InputError("forced drafts: expected a list of lists of token ids, one list a round.")
+    for number, row in enumerate(rounds):
+        if (
+            not isinstance(row, list)
+            or len(row) > MAX_DRAFTS
+            or any(type(token) is not int or not 0 <= token < n_sampleable for token in row)
+        ):
+            raise InputError(
+                f"forced drafts: round {number} is {str(row)[:60]}, expected at most {MAX_DRAFTS} token ids below "
+                f"{n_sampleable}."
+            )

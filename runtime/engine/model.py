@@ -85,9 +85,7 @@ class Model:
         local = multiply(hidden, self.weights.head)
         return self._collective.all_gather(local) if self.weights.head_cut else local
 
-    def _layer(
-        self, layer: LayerWeights, x: Tensor, batch: Batch, angles: Angles, cache: Cache, kv: PagedKV
-    ) -> Tensor:
+    def _layer(self, layer: LayerWeights, x: Tensor, batch: Batch, angles: Angles, cache: Cache, kv: PagedKV) -> Tensor:
         mixer, normed = layer.mixer, ops.rms_norm(x, layer.input_norm, self.eps)
         if isinstance(mixer, AttentionWeights):
             mixed = self._attention(mixer, layer.index, normed, batch, angles, kv)

@@ -7,12 +7,15 @@ import xxhash
 from ..messages import StepRecord, TokenEvent
 from .cache import Cache
 
+MASK = (1 << 64) - 1
+
 
 def step_record(kind: str, events: list[TokenEvent], cache: Cache, pending: int) -> StepRecord:
     """Sum up what a step gave out and where it left the caches."""
     digest = xxhash.xxh64()
     for event in events:
-        digest.update(struct.pack(f"<{2 + len(event.tokens)}Q", event.request_id, len(event.tokens), *event.tokens))
+        number = event.request_id & MASK  # a refused request may carry any number
+        digest.update(struct.pack(f"<{2 + len(event.tokens)}Q", number, len(event.tokens), *event.tokens))
     return StepRecord(
         kind=kind,
         tokens_produced=sum(len(event.tokens) for event in events),

@@ -35,7 +35,9 @@ def test_a_tiny_norm_weight_survives() -> None:
     assert torch.equal(gain, torch.full((1, 64), 1.000244140625))
 
 
-@pytest.mark.parametrize(("dim", "partial", "section"), [(256, 0.25, [11, 11, 10]), (32, 0.5, [3, 3, 2]), (8, 1.0, [2, 1, 1])])
+@pytest.mark.parametrize(
+    ("dim", "partial", "section"), [(256, 0.25, [11, 11, 10]), (32, 0.5, [3, 3, 2]), (8, 1.0, [2, 1, 1])]
+)
 @pytest.mark.parametrize("positions", ["text", "image"])
 def test_rope(dim: int, partial: float, section: list[int], positions: str) -> None:
     x = random(9, 3, dim)
@@ -54,7 +56,9 @@ def test_rope(dim: int, partial: float, section: list[int], positions: str) -> N
 def test_rope_of_position_zero_changes_nothing() -> None:
     x = random(1, 2, 64)
     frequencies = ops.inverse_frequencies(64, 0.5, 1e4)
-    angles = ops.rope_angles(torch.zeros(3, 1, dtype=torch.int64), ops.mrope_axes(16, [6, 5, 5]), ops.rope_table(1, frequencies))
+    angles = ops.rope_angles(
+        torch.zeros(3, 1, dtype=torch.int64), ops.mrope_axes(16, [6, 5, 5]), ops.rope_table(1, frequencies)
+    )
     assert torch.equal(ops.apply_rope(x, *angles), x)
 
 
@@ -63,7 +67,11 @@ def test_rope_of_position_zero_changes_nothing() -> None:
 @pytest.mark.parametrize("attend", [ops.attend_rows, ops.attend_block])
 def test_attention_over_pages(attend, start: int, count: int) -> None:
     heads, kv_heads, dim, length = 6, 2, 32, start + count
-    keys, values, query = random(length, kv_heads, dim), random(length, kv_heads, dim, seed=1), random(count, heads, dim, seed=2)
+    keys, values, query = (
+        random(length, kv_heads, dim),
+        random(length, kv_heads, dim, seed=1),
+        random(count, heads, dim, seed=2),
+    )
     pages = torch.tensor([5, 0, 7, 2, 6, 1])
     key_pool = torch.full((8, 64, kv_heads, dim), float("nan"))  # whatever lies beyond the context must not be read
     value_pool = torch.full((8, 64, kv_heads, dim), float("nan"))
@@ -194,7 +202,9 @@ def test_philox_known_answers() -> None:
 
 
 def test_uniform_numbers_are_uniform_and_distinct() -> None:
-    numbers = [ops.uniform(seed, position, purpose) for seed in range(10) for position in range(100) for purpose in range(4)]
+    numbers = [
+        ops.uniform(seed, position, purpose) for seed in range(10) for position in range(100) for purpose in range(4)
+    ]
     assert len(set(numbers)) == 4000
     assert min(numbers) >= 0.0 and max(numbers) < 1.0
     counts = np.histogram(numbers, bins=20, range=(0, 1))[0]

@@ -80,16 +80,14 @@ def exact_pairs(model: Model, prompt: list[int], params: SamplingParams, vocabul
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_sampled_answers_have_the_plain_distribution(tools, drafts: int) -> None:
-    vocabulary, answers, prompt = 4, 2500, [1, 3, 2]
+    vocabulary, answers, prompt = 4, 1600, [1, 3, 2]
     source = tools.source(seed=21, layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
     params = SamplingParams(temperature=1.3, presence_penalty=0.5)
     engine = tools.engine(source, n_sampleable=vocabulary, drafts=drafts, lanes=4)
     expected = exact_pairs(engine.model, prompt, params, vocabulary) * answers
     assert float(expected.min()) > 5, "too few answers for a chi-square test"
     requests = [
-        tools.request(
-            seed, prompt, 3, sampling=SamplingParams(temperature=1.3, presence_penalty=0.5, seed=seed)
-        )
+        tools.request(seed, prompt, 3, sampling=SamplingParams(temperature=1.3, presence_penalty=0.5, seed=seed))
         for seed in range(answers)
     ]
     run = tools.drive(engine, *requests)

@@ -161,7 +161,9 @@ def test_logprobs_come_from_the_verification(tools) -> None:
     source = tools.source(seed=17)
     sampling = SamplingParams(temperature=0.0, logprobs=4)
     runs = [
-        tools.drive(tools.engine(source, n_sampleable=DRAWN, drafts=drafts), tools.request(1, [1, 2], 24, sampling=sampling))
+        tools.drive(
+            tools.engine(source, n_sampleable=DRAWN, drafts=drafts), tools.request(1, [1, 2], 24, sampling=sampling)
+        )
         for drafts in (0, 3)
     ]
     plain, drafted = ([entry for event in run.events[1] for entry in event.logprobs] for run in runs)
