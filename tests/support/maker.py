@@ -1,0 +1,166 @@
+"""Makes converted directories with chosen words, without the converter: any shape, encoding and layout.
+
+`converted(path, config, words=...)` asks `words(weight, part, shape, dtype)` for the canonical words of every stored
+part; `random_words` and the markers below are such functions.
+"""
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from duovolt.checkpoint.container import ITEMSIZE, NUMPY_DTYPE
+from duovolt.checkpoint.digest import digest_json
+from duovolt.checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS, part_name
+from duovolt.checkpoint.files import file_metadata, plan_files
+from duovolt.checkpoint.layouts import layout_named, stored_form
+from duovolt.checkpoint.manifest import FORMAT_VERSION, Manifest, SourceRecord, SourceRef, TensorRecord
+from duovolt.checkpoint.stage import StageDirectory
+from duovolt.checkpoint.writer import Planned, ShardWriter
+from duovolt.model.config import FAMILY, ModelConfig
+from duovolt.model.inventory import TensorSpec, inventory
+
+Words = Callable[[str, str, tuple[int, ...], str], np.ndarray]
+Choice = Callable[[TensorSpec], str]
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A small configuration: four layers, text, MTP and a vision tower; `changes` go into text_config."""
+    text = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "full_attention_interval": 4,
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+        "mtp_num_hidden_layers": 1,
+    } | changes  # fmt: skip
+    text["rope_parameters"] = dict(text["rope_parameters"], mrope_section=[text["head_dim"] // 8 - 2, 1, 1])
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": text["hidden_size"],
+        "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 16,
+    }  # fmt: skip
+    return {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": text, "vision_config": vision}
+
+
+def default_encoding(spec: TensorSpec) -> str:
+    """What the default recipe gives: nvfp4 in the MLP, fp8 in the other projections, the rest BF16."""
+    if spec.role.startswith("mlp.") and spec.group == "text":
+        return "nvfp4"
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "lm_head", "mtp.fc",
+                   "gate_proj", "up_proj", "down_proj")  # fmt: skip
+    return "fp8_e4m3" if spec.group != "vision" and spec.role.endswith(projections) else "bf16"
+
+
+def _seed(*key: str) -> int:
+    return zlib.crc32("/".join(key).encode())
+
+
+def random_words(weight: str, part: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Finite random words that depend on the name alone: no NaN code, no NaN scale, positive float32 scales."""
+    rng = np.random.default_rng(_seed(weight, part))
+    if dtype == "F32":
+        return rng.uniform(0.001, 0.1, shape).astype(np.float32)
+    if dtype == "BF16":
+        return (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    words = rng.integers(0, 256, shape, dtype=np.uint8)
+    return np.where((words & 0x7F) == 0x7F, np.uint8(0), words) if dtype == "F8_E4M3" else words
+
+
+def _marker(shape: tuple[int, ...], dtype: str, axis: int) -> np.ndarray:
+    """Every word tells its position along `axis` (modulo 101 for bytes, so that no word is a NaN)."""
+    extent = shape[axis] if axis < len(shape) else 1
+    position = np.arange(extent).reshape(
+        [-1 if i == axis else 1 for i in range(len(shape))] if axis < len(shape) else []
+    )
+    if dtype == "F32":
+        return np.broadcast_to(1.0 + position, shape).astype(np.float32)
+    small = position % 101 + 1 if ITEMSIZE[dtype] == 1 else position + 1
+    return np.broadcast_to(small, shape).astype(NUMPY_DTYPE[dtype])
+
+
+def row_marker(weight: str, part: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Words that tell their row."""
+    return _marker(shape, dtype, 0)
+
+
+def column_marker(weight: str, part: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Words that tell their column."""
+    return _marker(shape, dtype, 1)
+
+
+def stored_parts(spec: TensorSpec, encoding: str, family: str) -> list[tuple[str, str, str, tuple[int, ...], Planned]]:
+    """(part, layout, dtype, canonical shape, stored form) of every tensor that stores a weight."""
+    if encoding in PLAIN_ENCODINGS:
+        dtype = PLAIN_ENCODINGS[encoding]
+        return [("plain", "canonical", dtype, spec.shape, Planned(spec.name, dtype, spec.shape))]
+    found = []
+    for part in MATRIX_ENCODINGS[encoding]:
+        shape = part.shape(*spec.shape)
+        layout, stored = stored_form(family, encoding, part.name, shape)
+        found.append((part.name, layout, part.dtype, shape, Planned(part_name(spec.name, part), part.dtype, stored)))
+    return found
+
+
+def converted(
+    path: Path,
+    config_json: dict[str, Any],
+    *,
+    words: Words = random_words,
+    encoding: Choice = default_encoding,
+    layout: str = "v100",
+    max_shard_bytes: int = 1 << 30,
+    note: str = "",
+) -> Manifest:
+    """Write a converted directory; `note` makes the conversion id another one. Returns its manifest."""
+    model = ModelConfig.from_dict(config_json)
+    recipe = {"name": "made", "layout": layout, "max_shard_bytes": max_shard_bytes, "rules": [], "note": note}
+    identity = digest_json({"recipe": recipe, "config": config_json, "words": words.__name__})
+    groups = [
+        [(spec, *part) for part in stored_parts(spec, encoding(spec), layout)] for spec in inventory(model).values()
+    ]
+    parts = {item[-1].name: item for group in groups for item in group}
+    files = plan_files([[item[-1] for item in group] for group in groups], max_shard_bytes)
+    records: dict[str, TensorRecord] = {}
+    with StageDirectory(path, f"made {identity}") as stage:
+        for file, tensors in files:
+            with stage.create(file) as handle:
+                writer = ShardWriter(handle, tensors, file_metadata(identity))
+                for tensor in tensors:
+                    spec, part, layout_name, dtype, shape, _ = parts[tensor.name]
+                    canonical = words(spec.name, part, shape, dtype)
+                    tile = layout_named(layout_name)
+                    writer.write(canonical if tile is None else tile.apply(canonical))
+                record = writer.close()
+            stage.finished(file, record)
+            for tensor in tensors:
+                spec, part, layout_name, dtype, shape, _ = parts[tensor.name]
+                digest = writer.digests[tensor.name]
+                records[tensor.name] = TensorRecord(
+                    weight=spec.name, part=part, encoding=encoding(spec), layout=layout_name, dtype=dtype,
+                    shape=list(tensor.shape), canonical_shape=list(shape), file=file, digest=digest,
+                    sources=[SourceRef(name=tensor.name, dtype=dtype, shape=list(shape), digest=digest)],
+                )  # fmt: skip
+        stage.put_index(
+            {name: record.file for name, record in records.items()}, sum(p[-1].nbytes for p in parts.values())
+        )
+        stage.put("config.json", json.dumps(config_json, indent=1).encode())
+        stage.put("chat_template.jinja", b"{{ messages }}")
+        stage.put("foo_config.json", b'{"unknown": true}')
+        return stage.seal(
+            Manifest(
+                format_version=FORMAT_VERSION,
+                stage="converted",
+                family=FAMILY,
+                conversion_id=identity,
+                recipe=recipe,
+                tp_size=None,
+                tp_rank=None,
+                tensors=records,
+                files=stage.files,
+                source=SourceRecord(quantization_config=None, hf_quant_config=None, files={}),
+                provenance={"made": "by a test"},
+            )
+        )
