@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "duovolt", "serve", *arguments, "--port", "0"],
+            [sys.executable, "-m", "duovolt", "serve", "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,

@@ -6,6 +6,7 @@ import json
 import sys
 
 import numpy as np
+
 from duovolt.runtime.parallel.mailbox import Mailbox, MailboxMismatch, MailboxTimeout
 from duovolt.runtime.parallel.region import Region
 from duovolt.runtime.parallel.shared import SharedFile
@@ -30,6 +31,7 @@ def main() -> None:
                 result = mailbox.exchange(values(job["seed"], job["size"]))
             else:
                 import torch
+
                 from duovolt.runtime.parallel.mailbox import MailboxCollective
 
                 collective = MailboxCollective(mailbox)

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
 from duovolt.runtime.messages import StepRecord
 from duovolt.runtime.parallel.faults import LOCKSTEP_DOOR
 from duovolt.runtime.parallel.lockstep import (
@@ -17,9 +21,6 @@ from duovolt.runtime.parallel.lockstep import (
     SoloLockstep,
 )
 from duovolt.runtime.parallel.region import Region, region_bytes
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from msgspec.structs import replace
 
 RECORD = StepRecord("round", 4, 2**64 - 1, 777, 12, 3)
 WORD = st.integers(0, 2**64 - 1)
@@ -89,7 +90,9 @@ def test_a_silent_twin_is_a_timeout() -> None:
         make(0.2)[0].agree(RECORD, 0, 0)
 
 
-@pytest.mark.parametrize(("kind", "field"), [("hash", "token_hash"), ("position", "position"), ("count", "tokens_produced")])
+@pytest.mark.parametrize(
+    ("kind", "field"), [("hash", "token_hash"), ("position", "position"), ("count", "tokens_produced")]
+)
 def test_the_door_falsifies_one_rank_at_one_round(monkeypatch: pytest.MonkeyPatch, kind: str, field: str) -> None:
     monkeypatch.setenv(LOCKSTEP_DOOR, f"1:2:{kind}")
     ranks = make()

@@ -7,14 +7,15 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
 from duovolt.runtime.parallel.lockstep import SharedLockstep, SoloLockstep
 from duovolt.runtime.parallel.region import ProgressCounter, Region, region_bytes
 from duovolt.runtime.rank.loop import RankLoop
 from duovolt.runtime.rank.scripted import ScriptedAnswer, ScriptedEngine
 from duovolt.runtime.rank.wire import Step, Stop, decode_to_proxy, encode
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 class SlowSocket:
@@ -46,20 +47,28 @@ def request(number: int, length: int = 1000) -> GenerateRequest:
     return GenerateRequest(number, [1, 2], length, [9], False, SamplingParams())
 
 
-def run(socket: SlowSocket, lockstep: Any, rank: int, region: Region, answers: list[ScriptedAnswer], lanes: int) -> None:
+def run(
+    socket: SlowSocket, lockstep: Any, rank: int, region: Region, answers: list[ScriptedAnswer], lanes: int
+) -> None:
     RankLoop(ScriptedEngine(answers, lanes, None), lockstep, socket, ProgressCounter(region, rank)).run()  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), count=st.integers(1, 6), lanes=st.integers(1, 4))
 def test_ranks_give_the_same_steps_whatever_the_arrival(data: st.DataObject, count: int, lanes: int) -> None:
-    answers = [ScriptedAnswer([[5, 6], [7], [8, 8, 8], [4], [3]]), ScriptedAnswer([[1]]), ScriptedAnswer([[2, 9, 2], [2]])]
+    answers = [
+        ScriptedAnswer([[5, 6], [7], [8, 8, 8], [4], [3]]),
+        ScriptedAnswer([[1]]),
+        ScriptedAnswer([[2, 9, 2], [2]]),
+    ]
     messages: list[Any] = [request(number) for number in range(1, count + 1)]
     for number in data.draw(st.lists(st.integers(1, count), max_size=3)):
         messages.insert(data.draw(st.integers(number, len(messages))), CancelRequest(number))
     region = Region(bytearray(region_bytes(4)), 4)
     sockets = [
-        SlowSocket(messages, data.draw(st.lists(st.integers(1, 25), min_size=len(messages), max_size=len(messages))), count)
+        SlowSocket(
+            messages, data.draw(st.lists(st.integers(1, 25), min_size=len(messages), max_size=len(messages))), count
+        )
         for _ in range(2)
     ]
     threads = [

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.runtime.parallel.faults import MAILBOX_DOOR, read_fault
 from duovolt.runtime.parallel.mailbox import LAST_STEP, Mailbox, MailboxCollective, MailboxMismatch, MailboxTimeout
 from duovolt.runtime.parallel.region import Region, region_bytes
 from duovolt.runtime.parallel.shared import SharedFile
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from .mailbox_peer import values
 
@@ -186,7 +187,9 @@ def test_a_missing_word_poisons_the_step_within_the_budget(pair: Callable[..., P
         two.mailbox.exchange(values(7, 10))
 
 
-def test_the_wrap_door_moves_both_ranks_and_changes_no_value(monkeypatch: pytest.MonkeyPatch, pair: Callable[..., Pair]) -> None:
+def test_the_wrap_door_moves_both_ranks_and_changes_no_value(
+    monkeypatch: pytest.MonkeyPatch, pair: Callable[..., Pair]
+) -> None:
     monkeypatch.setenv(MAILBOX_DOOR, "1:3:wrap")
     two = pair(fault="1:3:wrap")
     two.mailbox.exchange(values(0, 1))

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from duovolt.checkpoint.errors import EnvironmentFault
 from duovolt.runtime.parallel.owner import owner_is_dead, start_time
 from duovolt.runtime.parallel.shared import SHARED_DIR, SharedFile, sweep_dead

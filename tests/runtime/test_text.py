@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.runtime.proxy.assembly import AnswerStyle, Assembler
 from duovolt.runtime.proxy.text import StopStrings, Utf8Stream
 from duovolt.runtime.proxy.tokenizer import TextTokenizer
 from duovolt.runtime.proxy.tools import ToolCall, parse_tool_call
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from .stub_model import byte_ids, ids, make_directory, make_tokenizer
 
@@ -44,7 +46,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(make_directory(tmp_path_factory.mktemp("tokenizer")))
 
 
-def style(stops: list[str] | None = None, *, thinking: bool = False, tools: bool = False, split: bool = True) -> AnswerStyle:
+def style(
+    stops: list[str] | None = None, *, thinking: bool = False, tools: bool = False, split: bool = True
+) -> AnswerStyle:
     end = frozenset(ids("<|im_end|>"))
     return AnswerStyle(end, stops or [], split=split, thinking=thinking, tools=[WEATHER] if tools else [])
 
@@ -66,7 +70,21 @@ def read(tokenizer: TextTokenizer, how: AnswerStyle, blocks: list[list[int]], en
 
 
 PIECES = st.sampled_from(
-    ["Hello", " beta", " gamma", "€", "😀", "\n", "</think>", "<think>", "<tool_call>", CALL, "한글", "<|im_start|>", "a"]
+    [
+        "Hello",
+        " beta",
+        " gamma",
+        "€",
+        "😀",
+        "\n",
+        "</think>",
+        "<think>",
+        "<tool_call>",
+        CALL,
+        "한글",
+        "<|im_start|>",
+        "a",
+    ]
 )
 
 
@@ -106,7 +124,7 @@ def test_the_cut_into_blocks_does_not_matter(
 @given(data=st.binary(max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8))
 def test_bytes_in_any_cut_decode_as_the_whole(data: bytes, cuts: list[int]) -> None:
     stream, edges = Utf8Stream(), [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    text = "".join(stream.feed(data[begin:end]) for begin, end in zip(edges, edges[1:], strict=False)) + stream.end()
+    text = "".join(stream.feed(data[begin:end]) for begin, end in pairwise(edges)) + stream.end()
     assert text == data.decode("utf-8", errors="replace")
 
 
@@ -171,7 +189,9 @@ def test_without_tools_a_call_is_text(tokenizer: TextTokenizer) -> None:
     assert (found["content"], found["calls"]) == (CALL, [])
 
 
-@pytest.mark.parametrize("text", ["The tag <tool_call> starts a call", "<tool_call>\n<function=weather>\n<para", "<tool_call>x</tool_call>"])
+@pytest.mark.parametrize(
+    "text", ["The tag <tool_call> starts a call", "<tool_call>\n<function=weather>\n<para", "<tool_call>x</tool_call>"]
+)
 def test_what_is_no_call_stays_text_even_with_tools(tokenizer: TextTokenizer, text: str) -> None:
     found = read(tokenizer, style(tools=True), [ids(text)])
     assert (found["content"], found["calls"], found["finish"]) == (text, [], "length")

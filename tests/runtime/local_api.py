@@ -1,0 +1,71 @@
+"""The HTTP application in this process, over a scripted engine without rank processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from duovolt.runtime.messages import CancelRequest, GenerateRequest
+from duovolt.runtime.proxy.app import Api
+from duovolt.runtime.proxy.hub import Hub
+from duovolt.runtime.proxy.options import ServeOptions
+from duovolt.runtime.proxy.plan import make_plan
+from duovolt.runtime.rank.scripted import ScriptedAnswer, ScriptedEngine
+
+
+class ReadySupervisor:
+    """Ranks that are always well."""
+
+    ready = True
+    step_age = 0.0
+    facts: dict[str, str] = {"kv": "none"}
+
+
+class LocalApi:
+    """`post` one body and get status and JSON, or the events of a stream. Each call starts the script anew."""
+
+    def __init__(self, ranks: Path, script: Path, **options: Any) -> None:
+        self.plan = make_plan(ServeOptions(ranks=ranks, backend=f"scripted:{script}", **options))
+        self.sent: list[GenerateRequest | CancelRequest] = []
+        self.answers: list[ScriptedAnswer] = []
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        response = self.request(
+            "POST", path, content=body if isinstance(body, bytes) else json.dumps(body), headers=headers
+        )
+        if response.headers["content-type"].startswith("text/event-stream"):
+            lines = [line for line in response.text.split("\n\n") if line]
+            assert all(line.startswith("data: ") for line in lines)
+            datas = [line.removeprefix("data: ") for line in lines]
+            return response.status_code, [data if data == "[DONE]" else json.loads(data) for data in datas]
+        return response.status_code, response.json()
+
+    def request(self, verb: str, path: str, **arguments: Any) -> httpx.Response:
+        return asyncio.run(self._request(verb, path, arguments))
+
+    async def _request(self, verb: str, path: str, arguments: dict[str, Any]) -> httpx.Response:
+        hub = self.hub = Hub(self.plan.options.lanes, self.plan.options.max_waiting)
+        engine = ScriptedEngine(self.answers, 4, None)
+        self.sent = []
+
+        def step() -> None:
+            if engine.has_work():
+                hub.relay(engine.step()[1])
+                asyncio.get_running_loop().call_soon(step)
+
+        def send(message: GenerateRequest | CancelRequest) -> None:
+            self.sent.append(message)
+            if isinstance(message, CancelRequest):
+                engine.cancel(message.request_id)
+            else:
+                engine.add(message)
+                asyncio.get_running_loop().call_soon(step)
+
+        hub.send = send
+        transport = httpx.ASGITransport(Api(self.plan, hub, ReadySupervisor()).application())  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://local") as client:
+            return await client.request(verb, path, **arguments)

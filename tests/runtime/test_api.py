@@ -1,0 +1,359 @@
+"""The HTTP APIs: OpenAI's shapes, one meaning for stream and body, and a clear 4xx for every bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from duovolt.runtime.messages import CancelRequest
+from duovolt.runtime.rank.scripted import ScriptedAnswer
+
+from .local_api import LocalApi
+from .stub_model import blocks, byte_ids, ids, make_ranks, write_script
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+CONTEXT = 1000
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> LocalApi:
+    folder = tmp_path_factory.mktemp("api")
+    script = write_script(folder / "script.jsonl", {"blocks": blocks("Hello")})
+    return LocalApi(make_ranks(folder / "ranks", 2), script, max_context=CONTEXT, max_waiting=2)
+
+
+def say(api: LocalApi, answer: str | list[list[int]], path: str = CHAT, /, **body: Any) -> tuple[int, Any]:
+    api.answers = [ScriptedAnswer(blocks(answer) if isinstance(answer, str) else answer)]
+    start = {"messages": USER} if path == CHAT else {"prompt": "once"}
+    return api.post(path, start | body)
+
+
+def joined(events: list[Any]) -> dict[str, Any]:
+    """A chat stream put together, its shape checked on the way."""
+    assert events[-1] == "[DONE]"
+    chunks = events[:-1]
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "logprobs": [], "usage": None}
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    for chunk in chunks:
+        assert chunk["object"] == "chat.completion.chunk"
+        assert (chunk["id"], chunk["model"]) == (chunks[0]["id"], chunks[0]["model"])
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            found["content"] += delta.get("content") or ""
+            found["reasoning"] += delta.get("reasoning_content") or ""
+            found["calls"] += delta.get("tool_calls") or []
+            found["logprobs"] += (choice["logprobs"] or {}).get("content", [])
+            if choice["finish_reason"]:
+                assert "finish" not in found
+                found["finish"] = choice["finish_reason"]
+    return found
+
+
+def test_a_whole_answer_has_openais_shape(api: LocalApi) -> None:
+    status, body = say(api, "I think.\n</think>\n\nHello world", max_tokens=50)
+    assert status == 200
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "ranks"
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello world", "reasoning_content": "I think."}
+    assert choice["finish_reason"] == "stop"
+    prompt = len(ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"))
+    answer = len(ids("I think.\n</think>\n\nHello world<|im_end|>"))
+    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    assert body["duovolt"]["drafts_proposed"] == body["duovolt"]["drafts_accepted"] == 0
+    assert [type(message).__name__ for message in api.sent] == [
+        "GenerateRequest"
+    ]  # nobody is told to stop a finished one
+
+
+ANSWERS = st.sampled_from(
+    [
+        "Hello world",
+        "a\n</think>\n\nb €😀 beta gamma c",
+        f"x</think>{CALL}\n{CALL}",
+        f"x</think>{CALL[:30]}",
+        "y",
+        "</think>",
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    answer=ANSWERS,
+    cuts=st.lists(st.integers(1, 7), min_size=1, max_size=9),
+    tools=st.booleans(),
+    stop=st.sampled_from([None, "beta gamma", ["\n", "zzz"]]),
+    limit=st.sampled_from([None, 3, 11]),
+    logprobs=st.booleans(),
+)
+def test_stream_and_body_and_any_cut_say_the_same(
+    api: LocalApi, answer: str, cuts: list[int], tools: bool, stop: Any, limit: int | None, logprobs: bool
+) -> None:
+    tokens, cut, position = ids(answer + "<|im_end|>"), [], 0
+    for size in cuts * len(tokens):
+        if position < len(tokens):
+            cut.append(tokens[position : position + size])
+            position += size
+    options: dict[str, Any] = {"stop": stop, "max_tokens": limit, "logprobs": logprobs}
+    options |= {"tools": TOOLS} if tools else {}
+    _, whole = say(api, [tokens], **options)
+    _, other = say(api, cut, **options)
+    _, events = say(api, cut, stream=True, stream_options={"include_usage": True}, **options)
+    for body in (whole, other):
+        for call in body["choices"][0]["message"].get("tool_calls", []):
+            assert call.pop("id").startswith("call_")
+    assert other["choices"] == whole["choices"]
+    assert other["usage"] == whole["usage"]
+    stream = joined(events)
+    (choice,) = whole["choices"]
+    assert stream["content"] == (choice["message"]["content"] or "")
+    assert stream["reasoning"] == choice["message"].get("reasoning_content", "")
+    assert stream["finish"] == choice["finish_reason"]
+    assert stream["logprobs"] == ((choice["logprobs"] or {}).get("content", []))
+    assert events[-2]["usage"] == whole["usage"]
+    calls = choice["message"].get("tool_calls", [])
+    assert [call["function"] for call in stream["calls"]] == [call["function"] for call in calls]
+    assert [call["index"] for call in stream["calls"]] == list(range(len(calls)))
+
+
+def test_usage_comes_once_at_the_end_if_asked_for(api: LocalApi) -> None:
+    _, events = say(api, "a</think>b", stream=True, stream_options={"include_usage": True})
+    assert events[-2]["choices"] == []
+    assert events[-2]["usage"]["completion_tokens"] == 4
+    assert [event["usage"] for event in events[:-2]] == [None] * (len(events) - 2)
+    _, plain = say(api, "a</think>b", stream=True)
+    assert all("usage" not in event and event["choices"] for event in plain[:-1])
+
+
+def test_parallel_calls_keep_id_and_name_and_finish_with_tool_calls(api: LocalApi) -> None:
+    _, body = say(api, f"t</think>{CALL}\n{CALL}", tools=TOOLS)
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    assert len({call["id"] for call in calls}) == 2
+    _, unused = say(api, "t</think>no", tools=TOOLS)
+    assert unused["choices"][0]["finish_reason"] == "stop"
+    _, forbidden = say(api, f"t</think>{CALL}", tools=TOOLS, tool_choice="none")
+    assert forbidden["choices"][0]["message"]["content"] == CALL
+
+
+def test_a_stop_string_ends_the_work_of_the_ranks_too(api: LocalApi) -> None:
+    status, body = say(api, "t</think>one beta gamma two", stop="beta gamma")
+    assert status == 200
+    assert body["choices"][0]["message"]["content"] == "one "
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert [type(message).__name__ for message in api.sent] == ["GenerateRequest", "CancelRequest"]
+    assert api.hub.counters.finished == 1
+    assert api.hub.counters.cancelled == 0
+    assert api.hub.open_count == 0
+
+
+def test_thinking_is_switched_by_template_variables(api: LocalApi) -> None:
+    for off in (
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ):
+        _, body = say(api, "Hello", **off)
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
+    _, body = say(api, "Hello")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "", "reasoning_content": "Hello"}
+
+
+def test_characters_cut_over_tokens_arrive_whole(api: LocalApi) -> None:
+    tokens = ids("</think>") + byte_ids("😀한글€".encode())
+    _, events = say(api, [[token] for token in tokens], stream=True)
+    contents = [event["choices"][0]["delta"].get("content") for event in events[1:-2]]
+    assert contents == ["😀", "한", "글", "€"]
+
+
+def test_completions_take_text_or_ids_and_echo(api: LocalApi) -> None:
+    _, body = say(api, "Hello<think>", COMPLETION, echo=True)
+    assert body["object"] == "text_completion"
+    assert body["choices"][0] == {"index": 0, "text": "onceHello<think>", "logprobs": None, "finish_reason": "stop"}
+    _, same = say(api, "Hello", COMPLETION, prompt=ids("once"))
+    assert same["choices"][0]["text"] == "Hello"
+    assert api.sent[0].prompt == ids("once")  # type: ignore[union-attr]
+    _, nested = say(api, "Hello", COMPLETION, prompt=[ids("once")])
+    assert nested["usage"] == same["usage"]
+    _, events = say(api, "Hello world", COMPLETION, stream=True, echo=True)
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "onceHello world"
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_completion_logprobs_have_one_entry_a_token(api: LocalApi) -> None:
+    _, body = say(api, "Hello world", COMPLETION, logprobs=1)
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["Hello", " world", "<|im_end|>"]
+    assert logprobs["token_logprobs"] == [0.0, 0.0, 0.0]
+    assert logprobs["text_offset"] == [0, 5, 11]
+    assert logprobs["top_logprobs"][1] == {" world": 0.0}
+    assert api.sent[0].sampling.logprobs == 2  # type: ignore[union-attr]
+
+
+def test_chat_logprobs_tell_token_and_bytes(api: LocalApi) -> None:
+    _, body = say(api, "</think>€", logprobs=True, top_logprobs=1)
+    entries = body["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries[1:4]] == [[byte] for byte in "€".encode()]
+    assert entries[0]["token"] == "</think>"
+    assert entries[0]["top_logprobs"] == [{"token": "</think>", "logprob": 0.0, "bytes": list(b"</think>")}]
+
+
+def test_sampling_fields_reach_the_engine_and_seeds_are_fixed(api: LocalApi) -> None:
+    fields = {"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -1,
+              "frequency_penalty": 2, "seed": -3, "logit_bias": {"5": -100}, "ignore_eos": True, "stop_token_ids": [3]}  # fmt: skip
+    say(api, "x", max_completion_tokens=9, **fields)
+    request = api.sent[0]
+    assert not isinstance(request, CancelRequest)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 7, 0.1)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -1, 2)
+    assert (sampling.seed, sampling.logit_bias, request.ignore_eos) == (2**64 - 3, {5: -100.0}, True)
+    assert (request.max_tokens, request.stop_ids) == (9, sorted([3, *ids("<|im_end|>")]))
+    seeds = set()
+    for _ in range(5):
+        say(api, "x")
+        seeds.add(api.sent[0].sampling.seed)  # type: ignore[union-attr]
+    assert len(seeds) == 5
+
+
+LONG = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
+BAD: list[tuple[str, Any, int, str | None, str]] = [
+    (CHAT, b"{", 400, None, "not valid JSON"),
+    (CHAT, b"\xff\xfe", 400, None, "not valid JSON"),
+    (CHAT, b'{"messages": [{"role": "user", "content": ' + b"[" * 100000 + b"]" * 100000 + b"}]}", 400, None, "JSON"),
+    (CHAT, b"", 400, None, "not valid JSON"),
+    (CHAT, [], 400, None, "object"),
+    (CHAT, {}, 400, None, "messages"),
+    (CHAT, {"messages": []}, 400, "messages", "messages"),
+    (CHAT, {"messages": "hi"}, 400, "messages", "array"),
+    (CHAT, {"messages": [{"content": "x"}]}, 400, "messages", "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0].content is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "messages", "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text only"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, 400, "messages", "not JSON"),
+    (CHAT, {"messages": USER, "max_tokens": "5"}, 400, "max_tokens", "Expected `int | null`, got `str`"),
+    (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", ">= 1"),
+    (CHAT, {"messages": USER, "max_tokens": 10**8}, 400, "max_tokens", f"context is {CONTEXT} tokens; the request has"),
+    (CHAT, {"messages": USER, "max_completion_tokens": 10**30}, 400, "max_completion_tokens", ""),
+    (CHAT, LONG, 400, "prompt", f"context is {CONTEXT} tokens"),
+    (CHAT, {"messages": USER, "temperature": 3}, 400, "temperature", "<= 2"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, None, "not valid JSON"),
+    (CHAT, {"messages": USER, "top_p": 0}, 400, "top_p", "> 0"),
+    (CHAT, {"messages": USER, "n": 2}, 400, "n", "one answer"),
+    (CHAT, {"messages": USER, "n": 0, "stream": True}, 400, "n", "one answer"),
+    (CHAT, {"messages": USER, "stream": "yes"}, 400, "stream", "`bool"),
+    (CHAT, {"messages": USER, "stop": ["a", ""]}, 400, "stop", "empty"),
+    (CHAT, {"messages": USER, "stop": ["a"] * 17}, 400, "stop", "17 strings"),
+    (CHAT, {"messages": USER, "logit_bias": {"-1": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools[0]"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice", "not supported"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT, {"messages": USER, "top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "<= 20"),
+    (COMPLETION, {}, 400, None, "prompt"),
+    (COMPLETION, {"prompt": ""}, 400, "prompt", "empty"),
+    (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
+    (COMPLETION, {"prompt": ["a", "b"]}, 400, "prompt", "one a request"),
+    (COMPLETION, {"prompt": [1, -1]}, 400, "prompt", "-1 is not a token id"),
+    (COMPLETION, {"prompt": [1, 2.5]}, 400, "prompt", "2.5 is not a token id"),
+    (COMPLETION, {"prompt": [1, True]}, 400, "prompt", "True is not a token id"),
+    (COMPLETION, {"prompt": [10**9]}, 400, "prompt", "is not a token id"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo"),
+    (COMPLETION, {"prompt": "x", "best_of": 3}, 400, "best_of", "one answer"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
+    (COMPLETION, {"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, 400, "stream", "cannot be streamed"),
+    ("/tokenize", {}, 400, "prompt", "either"),
+    ("/detokenize", {"tokens": [99999]}, 400, "tokens", "not below"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens", ">= 0"),
+    ("/v1/nothing", {}, 404, None, "no such path"),
+    ("/v1/models", {}, 405, None, "POST is not allowed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"), BAD, ids=[str(number) for number in range(len(BAD))]
+)
+def test_bad_input_gets_one_clear_error(
+    api: LocalApi, path: str, body: Any, status: int, param: str | None, words: str
+) -> None:
+    found, answer = api.post(path, body)
+    assert found == status, answer
+    assert set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+    assert api.sent == []
+
+
+def test_a_body_too_large_is_413(api: LocalApi) -> None:
+    status, answer = api.post(CHAT, b" " * (32 * 2**20 + 1))
+    assert status == 413
+    assert answer["error"]["code"] == "body_too_large"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    body=st.dictionaries(
+        st.sampled_from(["messages", "temperature", "stop", "stream", "tools", "logit_bias", "seed", "max_tokens", "x",
+                         "chat_template_kwargs", "tool_choice", "stream_options", "n", "response_format"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name", "tool_calls"]), inner, max_size=3),
+            max_leaves=8,
+        ),
+    )
+)  # fmt: skip
+def test_no_body_makes_a_server_error(api: LocalApi, body: Any) -> None:
+    api.answers = [ScriptedAnswer(blocks("Hello"))]
+    for content in (body, {"messages": USER} | body):
+        status, answer = api.post(CHAT, content)
+        assert status in (200, 400), answer
+        assert status == 200 or set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_key_models_tokenize_page_and_metrics(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
+    (tmp_path / "key").write_text("secret\n")
+    api = LocalApi(make_ranks(tmp_path / "ranks", 1), script, api_key_file=tmp_path / "key", drafts=2)
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer sécret".encode("latin-1").decode("latin-1")},
+    ):
+        response = api.request("GET", "/v1/models", headers={k: v.encode("latin-1") for k, v in headers.items()})
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    good = {"Authorization": "Bearer secret"}
+    model = api.request("GET", "/v1/models", headers=good).json()["data"][0]
+    assert model["id"] == "ranks"
+    assert model["duovolt"]["conversion_id"] == "none"
+    assert (model["duovolt"]["ranks"], model["duovolt"]["drafts"]) == (1, 2)
+    assert model["max_model_len"] == 32768
+    status, body = api.post("/tokenize", {"prompt": "Hello world"}, **good)
+    assert (status, body["tokens"]) == (200, ids("Hello world"))
+    _, body = api.post("/tokenize", {"messages": USER}, **good)
+    assert body["tokens"] == ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    _, body = api.post("/detokenize", {"tokens": ids("a €<think>")}, **good)
+    assert body == {"prompt": "a €<think>"}
+    page = api.request("GET", "/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http://" not in page.text and "https://" not in page.text  # nothing is fetched from elsewhere
+    metrics = api.request("GET", "/metrics").text
+    assert "# TYPE duovolt_requests_total counter\nduovolt_requests_total 0\n" in metrics
+    assert json.loads(api.request("GET", "/health/ready").text)["ready"] is True
