@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from duovolt.checkpoint.encodings import fp8, nvfp4
 from duovolt.checkpoint.layouts import LAYOUTS
 from duovolt.kernels.build import CSRC

@@ -6,6 +6,7 @@ import shutil
 import types
 
 import pytest
+
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.cli.main import main
 from duovolt.kernels import build as builder

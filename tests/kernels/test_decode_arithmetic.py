@@ -6,6 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
+
 from duovolt.checkpoint.encodings import fp8, nvfp4
 from duovolt.checkpoint.layouts import LAYOUTS
 from duovolt.kernels.build import CSRC

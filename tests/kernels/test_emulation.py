@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+
 from duovolt.kernels.linear import THREADS, Nvfp4Weight, linear_reference
 
 ROWS, COLUMNS = 64, 16 * 35  # 35 tiles: warp 0 goes round twice and its second turn is cut short

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels.linear import Fp8Weight, Nvfp4Weight, linear, prepare
 
