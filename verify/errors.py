@@ -12,13 +12,13 @@ from ..checkpoint.encodings import fp8, nvfp4
 from .report import ErrorRow
 
 SLACK = np.float32(2.0**-20)  # relative: float32 roundings of scale, quotient and product
-E4M3_LEAST_EXPONENT = -6
+E4M3_LEAST_NORMAL = np.float32(2.0**-6)
 
 
 def _e4m3_half_step(magnitude: np.ndarray) -> np.ndarray:
     """Half the distance of E4M3 values around `magnitude` (3 mantissa bits; fixed below 2^-6)."""
-    exponent = np.frexp(magnitude)[1] - 1  # floor(log2), since frexp's mantissa lies in [0.5, 1)
-    return np.ldexp(np.float32(1), np.maximum(exponent, E4M3_LEAST_EXPONENT) - 4)
+    exponent = np.frexp(np.maximum(magnitude, E4M3_LEAST_NORMAL))[1] - 1  # floor(log2): frexp's mantissa is in [0.5, 1)
+    return np.ldexp(np.float32(1), exponent - 4)
 
 
 def fp8_bound(weight: np.ndarray, row_scale: np.ndarray) -> np.ndarray:

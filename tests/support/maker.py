@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from duovolt.checkpoint.container import ITEMSIZE, NUMPY_DTYPE
-from duovolt.checkpoint.digest import digest_json
+from duovolt.checkpoint.digest import digest_bytes, digest_json
 from duovolt.checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS, part_name
 from duovolt.checkpoint.files import file_metadata, plan_files
 from duovolt.checkpoint.layouts import layout_named, stored_form
 from duovolt.checkpoint.manifest import FORMAT_VERSION, Manifest, SourceRecord, SourceRef, TensorRecord
-from duovolt.checkpoint.stage import StageDirectory
+from duovolt.checkpoint.stage import AtomicFile, StageDirectory
 from duovolt.checkpoint.writer import Planned, ShardWriter
 from duovolt.model.config import FAMILY, ModelConfig
 from duovolt.model.inventory import TensorSpec, inventory
@@ -124,6 +124,7 @@ def converted(
     parts = {item[-1].name: item for group in groups for item in group}
     files = plan_files([[item[-1] for item in group] for group in groups], max_shard_bytes)
     records: dict[str, TensorRecord] = {}
+    sources: dict[str, str] = {}
     with StageDirectory(path, f"made {identity}") as stage:
         for file, tensors in files:
             with stage.create(file) as handle:
@@ -133,6 +134,7 @@ def converted(
                     canonical = words(spec.name, part, shape, dtype)
                     tile = layout_named(layout_name)
                     writer.write(canonical if tile is None else tile.apply(canonical))
+                    sources[tensor.name] = digest_bytes(np.ascontiguousarray(canonical).tobytes())
                 record = writer.close()
             stage.finished(file, record)
             for tensor in tensors:
@@ -141,7 +143,7 @@ def converted(
                 records[tensor.name] = TensorRecord(
                     weight=spec.name, part=part, encoding=encoding(spec), layout=layout_name, dtype=dtype,
                     shape=list(tensor.shape), canonical_shape=list(shape), file=file, digest=digest,
-                    sources=[SourceRef(name=tensor.name, dtype=dtype, shape=list(shape), digest=digest)],
+                    sources=[SourceRef(name=tensor.name, dtype=dtype, shape=list(shape), digest=sources[tensor.name])],
                 )  # fmt: skip
         stage.put_index(
             {name: record.file for name, record in records.items()}, sum(p[-1].nbytes for p in parts.values())
@@ -164,3 +166,19 @@ def converted(
                 provenance={"made": "by a test"},
             )
         )
+
+
+def quantised_source(path: Path, config_json: dict[str, Any], words: Words = random_words) -> None:
+    """The source that `converted` claims to come from: the same parts, canonical, under the same names."""
+    specs = inventory(ModelConfig.from_dict(config_json)).values()
+    parts = [(spec, *part) for spec in specs for part in stored_parts(spec, default_encoding(spec), "canonical")]
+    tensors = [item[-1] for item in parts]
+    path.mkdir()
+    with AtomicFile(path / "model.safetensors") as handle:
+        writer = ShardWriter(handle, tensors, {})
+        for spec, part, _, dtype, shape, _ in parts:
+            writer.write(words(spec.name, part, shape, dtype))
+        writer.close()
+    (path / "config.json").write_text(json.dumps(config_json, indent=1))
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "foo_config.json").write_text('{"unknown": true}')
