@@ -74,9 +74,9 @@ def download(
         raise InputError(f"--workers {workers}: choose 1 to {MAX_WORKERS}.")
     if dst.exists() and not dst.is_dir():
         raise InputError(f"{dst}: exists and is not a directory.")
-    job = _Download(repo, dst, revision, endpoint, include, workers, progress or NoProgress())
     try:
         with disk_errors(dst):
+            job = _Download(repo, dst, revision, endpoint, include, workers, progress or NoProgress())
             return job.plan(dry_run=True) if dry_run else job.run()
     except OSError as error:
         raise EnvironmentFault(f"{error.filename or dst}: {error.strerror or error}.") from error

@@ -240,7 +240,7 @@ def refusal(code: int, reason: str, what: str, token_sent: bool) -> InputError:
     """The one message for an answer that trying again will not change."""
     if code in (401, 403) or reason in ("GatedRepo", "RepoNotFound"):
         token = (
-            "A token was sent: it may be wrong or lack access; accept the licence on the model's page as its owner."
+            "A token was sent: it may be wrong or lack access; accept the licence on the model's page with its account."
             if token_sent
             else "No token was sent: set HF_TOKEN or run `hf auth login`, and accept the licence on the model's page."
         )

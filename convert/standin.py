@@ -99,7 +99,8 @@ class HubStandIn:
 
     @property
     def cdn_url(self) -> str:
-        return f"http://127.0.0.1:{self._cdn.server_address[1]}"
+        """Another host by name too: clients tell the hub from its content network by that."""
+        return f"http://localhost:{self._cdn.server_address[1]}"
 
     def __enter__(self) -> "HubStandIn":
         for server in (self._hub, self._cdn):

@@ -157,10 +157,7 @@ class Transfer:
                 if answer.status_code not in (301, 302, 303, 307, 308):
                     self._body(remote, sink, answer, token_sent and _origin(url) == first_host, first_host)
                     return
-                target = urljoin(url, answer.headers.get("Location", ""))
-            downgrade = url.startswith("https:") and not target.startswith("https:")
-            if downgrade or urlsplit(target).scheme not in ("http", "https") or not urlsplit(target).netloc:
-                raise InputError(f"{remote.name}: the server redirects to {target.split('?')[0]!r}: not followed.")
+                target = _redirect(remote, url, str(answer.headers.get("Location", "")))
             if _origin(target) != _origin(url):
                 headers.pop("authorization", None)  # the token is for the hub alone
             url = target
@@ -242,6 +239,20 @@ class Transfer:
             self._progress.notice(f"{remote.name}: {why}; {sink.size} bytes thrown away, fetched anew")
         self._progress.advance(-sink.size)
         sink.restart()
+
+
+def _redirect(remote: RemoteFile, url: str, location: str) -> str:
+    """Where `location` leads from `url`. Raises InputError for what is no web address, or gives up encryption."""
+    try:
+        target = urljoin(url, location)
+        http.URL(target)
+        usable = urlsplit(target).scheme in ("http", "https") and bool(urlsplit(target).netloc)
+    except (ValueError, http.InvalidURL):
+        usable = False
+    if not usable or (url.startswith("https:") and not target.startswith("https:")):
+        # Without its query, which may hold a signature.
+        raise InputError(f"{remote.name}: the server redirects to {location.split('?')[0]!r}: not followed.")
+    return target
 
 
 def _origin(url: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+
 from duovolt.convert import download as download_module
 from duovolt.convert.standin import HubStandIn
 
@@ -138,6 +139,12 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
         "from duovolt.cli.main import entry; entry()",
         *map(str, arguments),
     ]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative target never means the checkout."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

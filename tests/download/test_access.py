@@ -3,6 +3,7 @@
 import subprocess
 
 import pytest
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.convert.download import download
 from duovolt.convert.standin import Fault, HubStandIn

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.convert.download import download
 from duovolt.convert.hub import unusable_name

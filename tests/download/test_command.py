@@ -1,7 +1,12 @@
 """`duovolt download` as a user meets it."""
 
+import fcntl
 import json
+import os
+import pty
+import struct
 import subprocess
+import termios
 
 import pytest
 
@@ -33,6 +38,17 @@ def test_plain_run_prints_the_outcome_and_no_bar(hub, expected, tmp_path, duovol
     assert done.returncode == 0 and done.stderr == ""
     assert f"{len(expected)} files" in done.stdout and hub.commit(REPO) in done.stdout
     assert "skipped pytorch_model.bin (weights in another form" in done.stdout
+
+
+def test_terminal_gets_a_bar(hub, repo, tmp_path, command, environment):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # a terminal of no width gets no bar
+    arguments = command("download", REPO, tmp_path / "dst", "--endpoint", hub.url)
+    subprocess.run(arguments, env=environment, stderr=theirs, stdout=subprocess.DEVNULL, check=True, timeout=60)
+    shown = os.read(ours, 65536).decode()
+    os.close(theirs)
+    os.close(ours)
+    assert "fetch:" in shown and "/220k" in shown
 
 
 def test_quiet_prints_nothing(hub, repo, tmp_path, duovolt):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from duovolt.checkpoint.errors import EnvironmentFault
 from duovolt.convert.download import download
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.convert.download import download
 from duovolt.convert.download_record import read_record

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.checkpoint.stage import DirectoryLock
 from duovolt.convert.download import download
@@ -67,7 +68,12 @@ def test_killed_in_mid_file_asks_only_for_the_rest(hub, whole, tmp_path, tree, c
     assert tree(dst) == whole
 
 
-def test_killed_at_every_write_fsync_and_rename(hub, whole, tmp_path, tree, environment):
+def test_killed_at_every_write_fsync_and_rename(make_repo, hub, tmp_path, tree, environment):
+    folder = make_repo(REPO, (100_000,))
+    for name in ("chat_template.jinja", "foo_config.json", "empty.txt", ".gitattributes"):
+        (folder / name).unlink()
+    download(REPO, tmp_path / "whole", endpoint=hub.url)
+    whole = tree(tmp_path / "whole")
     counter, root = tmp_path / "count", tmp_path / "killed"
     program = "import sys; from pathlib import Path; from duovolt.convert.download import download\n"
     program += "download(sys.argv[1], Path(sys.argv[3]), endpoint=sys.argv[2], workers=1)"
@@ -75,7 +81,9 @@ def test_killed_at_every_write_fsync_and_rename(hub, whole, tmp_path, tree, envi
     subprocess.run(arguments, env=environment | {"DUOVOLT_COUNT_WRITES": str(counter)}, check=True, timeout=60)
     assert tree(tmp_path / "counted") == whole
     count = int(counter.read_text())
-    assert count > 8 * 8  # eight files, each with its partial's record, bytes, fsync, rename and the directory's fsync
+    # Four files: their partial's record (4 events), bytes (2 blocks for the shard), fsync, rename, the directory's
+    # fsync; the index, known from the plan, is put in one go (1); then the download's own record (4).
+    assert count == 4 * (4 + 1 + 3) + 1 + 1 + 4
     root.mkdir()
     arguments = [sys.executable, "-c", KILLED_AT_EVERY_WRITE, REPO, hub.url, str(root), "1", str(count)]
     done = subprocess.run(arguments, env=environment, check=True, timeout=170, capture_output=True, text=True)
