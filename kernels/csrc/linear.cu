@@ -75,6 +75,8 @@ __device__ void linear(const unsigned short *x, const unsigned char *words, cons
             const int group = first + step;
             stored[step] = group < groups ? Weight::load(words, block_scales, band_lane + group * kRows) : Weight{};
         }
+        // A fence for the compiler: without it ptxas moves each load down to its use, and one is in flight at a time.
+        __syncwarp();
 #pragma unroll
         for (int step = 0; step < kDepth; ++step) {
             const int group = first + step;

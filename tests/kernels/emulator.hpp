@@ -2,6 +2,7 @@
 // The tensor-core product follows the fragment tables of the PTX ISA, "Matrix Fragments for mma.m8n8k4".
 #include <pthread.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <thread>
@@ -26,8 +27,25 @@ static thread_local Index threadIdx;
 static Index blockIdx, blockDim, gridDim;
 static pthread_barrier_t block_barrier, warp_barriers[32];
 
-template <class T> T __ldg(const T *address) { return *address; }
-template <class T> T __ldcs(const T *address) { return *address; }
+// Every global load is checked: one outside of the inputs may do no harm here, and faults on a GPU.
+struct Range {
+    const char *begin, *end;
+};
+static Range inputs[3];
+static std::atomic<int> stray_loads;
+
+template <class T> T __ldg(const T *address) {
+    const char *begin = reinterpret_cast<const char *>(address), *end = begin + sizeof(T);
+    for (const Range &input : inputs) {
+        if (begin >= input.begin && end <= input.end) {
+            return *address;
+        }
+    }
+    ++stray_loads;
+    return T{};
+}
+template <class T> T __ldcs(const T *address) { return __ldg(address); }
+inline void __syncwarp() {} // orders loads for the compiler only
 inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
 
 inline float from_half(unsigned bits) {
@@ -76,9 +94,20 @@ inline void multiply_accumulate(float (&sum)[8], unsigned a0, unsigned a1, unsig
 using Linear = void (*)(const unsigned short *, const unsigned char *, const unsigned char *, const float *, int,
                         float *, int, int);
 
-extern "C" void emulate(Linear kernel, int blocks, int threads, const unsigned short *x, const unsigned char *words,
-                        const unsigned char *block_scales, const float *scale, int scale_stride, float *y, int tokens,
-                        int groups) {
+static Range range(const void *begin, size_t bytes) {
+    const char *first = static_cast<const char *>(begin);
+    return {first, first + (first ? bytes : 0)};
+}
+
+// The number of loads outside of x, words and block_scales; a lane's part of a tile is `word_bytes` long.
+extern "C" int emulate(Linear kernel, int blocks, int threads, int word_bytes, const unsigned short *x,
+                       const unsigned char *words, const unsigned char *block_scales, const float *scale,
+                       int scale_stride, float *y, int tokens, int groups) {
+    const size_t lanes = size_t(blocks) * groups * 32;
+    inputs[0] = range(x, size_t(tokens) * groups * 32);
+    inputs[1] = range(words, lanes * word_bytes);
+    inputs[2] = range(block_scales, lanes);
+    stray_loads = 0;
     gridDim.x = blocks;
     blockDim.x = threads;
     pthread_barrier_init(&block_barrier, nullptr, threads);
@@ -97,4 +126,5 @@ extern "C" void emulate(Linear kernel, int blocks, int threads, const unsigned s
             thread.join();
         }
     }
+    return stray_loads;
 }

@@ -17,16 +17,18 @@ def run(library, x: torch.Tensor, weight) -> np.ndarray:
     kernel = getattr(library, f"linear_{kind}_{-(-tokens // 8) * 8}")
     scales = weight.block_scale.data_ptr() if kind == "nvfp4" else None
     guarded = torch.full((tokens + 2, rows), -7.0)
-    library.emulate(
+    stray_loads = library.emulate(
         kernel,
         rows // 32,
         THREADS,
+        weight.words.shape[3],
         *(ctypes.c_void_p(p) for p in (x.data_ptr(), weight.words.data_ptr(), scales, weight.scale.data_ptr())),
         0 if weight.scale.numel() == 1 else 1,
         ctypes.c_void_p(guarded[1:].data_ptr()),
         tokens,
         weight.shape[1] // 16,
     )
+    assert stray_loads == 0
     assert (guarded[0] == -7).all() and (guarded[-1] == -7).all(), "wrote outside of y"
     return guarded[1:-1].numpy()
 
