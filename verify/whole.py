@@ -50,7 +50,8 @@ def _compare_words(joined: Joined, converted: StageView, complete: bool, report:
         except UNREADABLE as error:
             proof.fail(f"cannot be joined: {error}", tensor=name, file=joined.views[0].file(name))
         count += 1
-    proof.detail = f"{count} tensors, {nbytes / 1e6:,.2f} MB {'joined and equal' if complete else 'compared where these ranks hold them'}"
+    verdict = "joined and equal" if complete else "compared where these ranks hold them"
+    proof.detail = f"{count} tensors, {nbytes / 1e6:,.2f} MB {verdict}"
 
 
 def _differs(joined: Joined, name: str, whole: np.ndarray, first: int, last: int, complete: bool, proof: Proof) -> bool:
