@@ -27,6 +27,8 @@ FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", "
 def read_json(path: Path) -> Any:
     """A JSON file of bounded size without duplicate keys. Raises InputError."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would block the reader for ever
+            raise InputError(f"{path}: not a regular file, where a JSON file was expected.")
         if path.stat().st_size > MAX_JSON:
             raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {MAX_JSON} allowed for a JSON file.")
         return container.parse_json(path.read_bytes(), path)
@@ -44,6 +46,7 @@ def plain_name(name: Any, path: Path) -> str:
         or PurePosixPath(name).name != name
         or name.startswith(".")
         or "\\" in name
+        or not name.isprintable()
     ):
         raise InputError(f"{path}: shard name {name!r} is not a plain file name.")
     return name

@@ -108,7 +108,7 @@ def _check_headers(checkpoint: Checkpoint, manifest: Manifest, proof: Proof) -> 
         for key in sorted(identity.keys() | header.metadata.keys()):
             if (found := header.metadata.get(key)) != identity.get(key):
                 proof.fail(
-                    f"__metadata__ {key}", file=str(header.path), found=repr(found), expected=repr(identity.get(key))
+                    f"__metadata__ {key!r}", file=str(header.path), found=repr(found), expected=repr(identity.get(key))
                 )
     for name, entry in checkpoint.tensors.items():
         record = manifest.tensors.get(name)

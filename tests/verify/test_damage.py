@@ -283,7 +283,7 @@ def test_shards_of_another_identity(stages: Stages) -> None:
     name = "model-00001-of-00002.safetensors"
     (stages.rank(0) / name).write_bytes((stages.rank(1) / name).read_bytes())
     found = failures(verify(ranks=stages.ranks), "rank-0-of-2: headers and index")
-    assert [(f.message, f.found, f.expected) for f in found] == [("__metadata__ duovolt.tp_rank", "'1'", "'0'")]
+    assert [(f.message, f.found, f.expected) for f in found] == [("__metadata__ 'duovolt.tp_rank'", "'1'", "'0'")]
 
 
 def test_one_rank_alone(stages: Stages) -> None:
