@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
 
 _events = 0
+_events_lock = threading.Lock()
 
 
 def write_event() -> None:
@@ -37,11 +39,12 @@ def write_event() -> None:
     global _events
     if not (os.environ.get("DUOVOLT_STOP_AT_WRITE") or os.environ.get("DUOVOLT_COUNT_WRITES")):
         return
-    _events += 1
-    if counter := os.environ.get("DUOVOLT_COUNT_WRITES"):
-        Path(counter).write_text(f"{_events}\n")
-    if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == int(stop):
-        os.kill(os.getpid(), signal.SIGKILL)
+    with _events_lock:
+        _events += 1
+        if counter := os.environ.get("DUOVOLT_COUNT_WRITES"):
+            Path(counter).write_text(f"{_events}\n")
+        if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == int(stop):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -108,9 +111,13 @@ class DirectoryLock:
             if self.path.exists() and os.fstat(handle.fileno()).st_ino == self.path.stat().st_ino:
                 break
             handle.close()
-        handle.truncate(0)
-        handle.write(f"{os.getpid()} {process_start(os.getpid())}\n")
-        handle.flush()
+        try:
+            handle.truncate(0)
+            handle.write(f"{os.getpid()} {process_start(os.getpid())}\n")
+            handle.flush()
+        except OSError:
+            handle.close()
+            raise
         self._handle = handle
         return self
 

@@ -18,14 +18,6 @@ from ..checkpoint.errors import InputError
 from ..checkpoint.stage import AtomicFile, disk_errors, sync_directory, write_event
 from .hub import RemoteFile, Stopped
 
-_events = threading.Lock()
-
-
-def _event() -> None:
-    """The write doors count in one place, whichever worker comes by."""
-    with _events:
-        write_event()
-
 
 class PartialRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a partial is a part of. `digest` is the etag of the finished file; size in bytes."""
@@ -145,7 +137,7 @@ class PartialWriter:
         """Write all of `data` behind the partial's end."""
         view = memoryview(data)
         while len(view):
-            _event()
+            write_event()
             count = os.write(self._fd, view)
             self._digest.update(view[:count])
             self.size += count
@@ -153,7 +145,7 @@ class PartialWriter:
 
     def restart(self) -> None:
         """Throw the bytes away."""
-        _event()
+        write_event()
         os.ftruncate(self._fd, 0)
         os.lseek(self._fd, 0, os.SEEK_SET)
         self._digest = self._local.remote.new_digest()
@@ -169,9 +161,9 @@ class PartialWriter:
         final = self._local.final
         if final.exists() and not final.is_symlink():
             os.fchmod(self._fd, final.stat().st_mode & 0o777)
-        _event()
+        write_event()
         os.fsync(self._fd)
-        _event()
+        write_event()
         self._local.part.rename(final)
         sync_directory(final.parent)
         self._local.sidecar.unlink(missing_ok=True)

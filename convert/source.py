@@ -14,13 +14,14 @@ import xxhash
 
 from ..checkpoint.container import NUMPY_DTYPE, TensorEntry
 from ..checkpoint.digest import BLOCK
-from ..checkpoint.directory import DOWNLOAD_RECORD, Checkpoint, read_json
+from ..checkpoint.directory import DOWNLOAD_RECORD, Checkpoint
 from ..checkpoint.encodings import PLAIN_OF_DTYPE
 from ..checkpoint.encodings.plain import to_float32
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.manifest import FileRecord, has_manifest
 from ..model.config import ModelConfig
 from ..model.inventory import TensorSpec, check_closed
+from .download_record import read_record
 
 Advance = Callable[[int], None]
 
@@ -53,6 +54,8 @@ class Source:
         """Raises InputError for another family, an incomplete or already converted or quantised directory."""
         if path.is_dir() and has_manifest(path):
             raise InputError(f"{path}: already converted by duovolt (it has a manifest). Give the source directory.")
+        if path.is_dir() and not (path / DOWNLOAD_RECORD).exists() and any(path.glob(".*.part")):
+            raise InputError(f"{path}: unfinished download. Run the same `duovolt download` again; it resumes.")
         checkpoint = Checkpoint.open(path)
         config = ModelConfig.from_dict(checkpoint.config, str(path / "config.json"))
         method = checkpoint.config.get("quantization_config")
@@ -72,12 +75,9 @@ class Source:
         return Source(checkpoint, config, specs)
 
     def provenance(self) -> dict[str, Any]:
-        """Repository and revision, as the download recorded them; empty for a directory of unknown origin."""
-        path = self.checkpoint.path / DOWNLOAD_RECORD
-        if not path.exists():
-            return {}
-        record = read_json(path)
-        return {key: record.get(key) for key in ("repo", "revision", "commit")} if isinstance(record, dict) else {}
+        """Repository, revision and commit, as the download recorded them; empty for a directory of unknown origin."""
+        record = read_record(self.checkpoint.path)
+        return {} if record is None else {"repo": record.repo, "revision": record.revision, "commit": record.commit}
 
 
 def _non_finite(entry: TensorEntry, flat: int, word: np.ndarray) -> InputError:

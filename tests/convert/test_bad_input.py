@@ -108,6 +108,7 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "index is no json": (lambda d: (d / INDEX).write_text("{"), [INDEX, "not valid JSON"]),
     "index is a list": (lambda d: (d / INDEX).write_text("[]"), ["no weight_map"]),
+    "unfinished download": (lambda d: (d / ".model.safetensors.part").write_bytes(b"x"), ["unfinished download"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["config.json", "no such file"]),
     "other architecture": (set_config("model_type", "llama"), ["'llama'", "not supported"]),
     "no text_config": (set_config("text_config", None), ["text_config"]),

@@ -14,6 +14,7 @@ from duovolt.checkpoint.encodings import fp8, nvfp4, plain
 from duovolt.checkpoint.encodings.weights import canonical, read_weight
 from duovolt.checkpoint.manifest import read_manifest
 from duovolt.convert import pipeline
+from duovolt.convert.download_record import DownloadRecord
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import Recipe, load_recipe
 from duovolt.model.config import ModelConfig
@@ -123,7 +124,7 @@ def test_conversion_id_follows_every_input_and_nothing_else(source: Path, tmp_pa
     other = msgspec.structs.replace(load_recipe("v100"), layout="canonical")
     fourth = read_manifest(to(source, tmp_path / "d", other)).conversion_id
     assert len({first, second, third, fourth}) == 4
-    (source / "duovolt-download.json").write_text('{"repo": "a/b", "revision": "main", "commit": "0123"}')
+    DownloadRecord(1, "a/b", "main", "0123", {}).write(source)
     again = read_manifest(to(source, tmp_path / "e", other))
     assert again.conversion_id == fourth and again.provenance["commit"] == "0123"
 
