@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from duovolt.checkpoint.directory import INDEX, MANIFEST
 
 from .conftest import FIXTURE, rewrite, shard_of

@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from safetensors import safe_open
+
 from duovolt.checkpoint.digest import digest_bytes, digest_file
 from duovolt.checkpoint.directory import Checkpoint
 from duovolt.checkpoint.encodings import fp8, nvfp4, plain
@@ -19,7 +21,6 @@ from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import Recipe, load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
-from safetensors import safe_open
 
 from .conftest import contents, rewrite
 

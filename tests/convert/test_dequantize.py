@@ -1,5 +1,6 @@
 """dequantize: the same float32 values from a converted directory, from its ranks, and from the encodings' own decode."""
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -82,9 +83,7 @@ def test_a_source_keeps_its_words(source: Path, tmp_path: Path, command: Command
 
 @pytest.mark.parametrize("fault", ["rank missing", "rank twice", "unfinished", "not empty", "inside"])
 def test_bad_input(fault: str, stages: tuple[Path, Path, Path], tmp_path: Path, command: Command) -> None:
-    import shutil
-
-    _, converted, ranks = stages
+    ranks = stages[2]
     target, words = tmp_path / "plain", ""
     if fault == "rank missing":
         shutil.rmtree(ranks / "rank-1-of-2")

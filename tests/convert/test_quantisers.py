@@ -6,9 +6,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from duovolt.checkpoint.encodings import fp8, nvfp4, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from duovolt.checkpoint.encodings import fp8, nvfp4, plain
 
 E2M1 = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
