@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 import types
 
 import pytest
@@ -26,9 +27,10 @@ FORBIDDEN = {  # what sm_70 lacks, what it does slowly, and what would make a su
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(builder.PREBUILT_VARIABLE, raising=False)
-    builder._compiler.cache_clear()
+    compiler = builder._compiler
+    compiler.cache_clear()
     yield
-    builder._compiler.cache_clear()
+    compiler.cache_clear()
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(nvrtc, monkeyp
 
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(EnvironmentFault, match=r'NVRTC is missing .* pip install "duovolt\[cuda\]"'):
         builder.build("linear.cu", "sm_70")
 
@@ -133,7 +135,7 @@ def test_a_missing_shared_library_says_what_to_install(monkeypatch):
 
     bindings = types.ModuleType("cuda.bindings")
     bindings.nvrtc = types.SimpleNamespace(nvrtcVersion=version)
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", bindings)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     with pytest.raises(EnvironmentFault, match=r'missing \(Failed to dlopen libnvrtc\.so\.12\)\. .*"duovolt\[cuda\]"'):
         builder.build("linear.cu", "sm_70")
 
@@ -143,7 +145,6 @@ def test_a_compiler_of_cuda_13_is_refused_for_volta_by_name(monkeypatch):
         nvrtcVersion=lambda: (0, 13, 0), nvrtcGetSupportedArchs=lambda: (0, [75, 80, 90, 120])
     )
     monkeypatch.setattr(builder, "_compiler", lambda: compiler)
-    monkeypatch.setattr(builder._compiler, "cache_clear", lambda: None, raising=False)
     with pytest.raises(EnvironmentFault, match=r"NVRTC 13\.0 cannot compile for sm_70: CUDA 13 dropped Volta"):
         builder.build("linear.cu", "sm_70")
 
@@ -162,7 +163,6 @@ def test_prebuilt_directory_replaces_the_compiler(nvrtc, monkeypatch, tmp_path, 
     assert str(file) in capsys.readouterr().out
     monkeypatch.setenv(builder.PREBUILT_VARIABLE, str(out))
     monkeypatch.setattr(builder, "_compiler", lambda: pytest.fail("compiled although a prebuilt kernel is there"))
-    monkeypatch.setattr(builder._compiler, "cache_clear", lambda: None, raising=False)
     assert builder.image_for("linear.cu", "compute_70") == file.read_bytes()
     with pytest.raises(EnvironmentFault, match=r"duovolt kernels build --arch sm_70 --out .*prebuilt"):
         builder.image_for("linear.cu", "sm_70")
