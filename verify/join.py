@@ -23,6 +23,8 @@ class Band:
 
     def known(self, of: np.ndarray) -> np.ndarray:
         """The covered part of an array of the same shape."""
+        if self.covered.all():
+            return of
         return of[self.covered] if self.axis == 0 else of[:, self.covered]
 
 

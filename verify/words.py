@@ -27,9 +27,9 @@ def first_difference(found: np.ndarray, expected: np.ndarray) -> tuple[list[int]
     """(index, found word, expected word) of two arrays of equal shape and word size; None if equal bit for bit."""
     unsigned = np.dtype(f"<u{found.dtype.itemsize}")
     a, b = (np.ascontiguousarray(array).view(unsigned) for array in (found, expected))
-    differs = a != b
-    if not differs.any():
+    if np.array_equal(a, b):
         return None
+    differs = a != b
     flat = int(np.argmax(differs))
     index = [int(n) for n in np.unravel_index(flat, a.shape)]
     return index, hex_word(a[tuple(index)]), hex_word(b[tuple(index)])

@@ -26,28 +26,33 @@ def _interleave_nibbles(words: np.ndarray) -> np.ndarray:
 
     One shift and one mask of the 32-bit word then give (k, k+1) in the two halves of a half2.
     """
-    b = words.reshape(*words.shape[:-1], -1, 4)
-    out = np.empty_like(b)
-    out[..., 0] = (b[..., 0] & 15) | (b[..., 1] & 15) << 4
-    out[..., 1] = (b[..., 2] & 15) | (b[..., 3] & 15) << 4
-    out[..., 2] = (b[..., 0] >> 4) | (b[..., 1] & 0xF0)
-    out[..., 3] = (b[..., 2] >> 4) | (b[..., 3] & 0xF0)
-    return out.reshape(words.shape)
+    x = words.view("<u4")
+    return (_gather_nibbles(x) | _gather_nibbles(x >> 4) << 16).view(np.uint8)
 
 
 def _restore_nibbles(words: np.ndarray) -> np.ndarray:
-    b = words.reshape(*words.shape[:-1], -1, 4)
-    out = np.empty_like(b)
-    out[..., 0] = (b[..., 0] & 15) | (b[..., 2] & 15) << 4
-    out[..., 1] = (b[..., 0] >> 4) | (b[..., 2] & 0xF0)
-    out[..., 2] = (b[..., 1] & 15) | (b[..., 3] & 15) << 4
-    out[..., 3] = (b[..., 1] >> 4) | (b[..., 3] & 0xF0)
-    return out.reshape(words.shape)
+    x = words.view("<u4")
+    return (_spread_nibbles(x) | _spread_nibbles(x >> 16) << 4).view(np.uint8)
+
+
+def _gather_nibbles(x: np.ndarray) -> np.ndarray:
+    """The low nibble of each byte of a 32-bit word, side by side in the low 16 bits."""
+    x = x & 0x0F0F0F0F
+    x = (x | x >> 4) & 0x00FF00FF
+    return (x | x >> 8) & 0x0000FFFF
+
+
+def _spread_nibbles(x: np.ndarray) -> np.ndarray:
+    """The low four nibbles of a 32-bit word, each in the low half of a byte: undoes `_gather_nibbles`."""
+    x = x & 0x0000FFFF
+    x = (x | x << 8) & 0x00FF00FF
+    return (x | x << 4) & 0x0F0F0F0F
 
 
 def _swap_middle(words: np.ndarray) -> np.ndarray:
     """In each 4 bytes, k0 k1 k2 k3 to k0 k2 k1 k3: its own inverse."""
-    return words.reshape(*words.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].reshape(words.shape)
+    x = words.view("<u4")
+    return (x & 0xFF0000FF | x >> 8 & 0x0000FF00 | x << 8 & 0x00FF0000).view(np.uint8)
 
 
 @dataclass(frozen=True)
