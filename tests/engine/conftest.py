@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
 from duovolt.model.partition import split_of
@@ -18,7 +20,6 @@ from duovolt.runtime.engine.sources import WeightSource
 from duovolt.runtime.engine.weights import load_weights
 from duovolt.runtime.messages import GenerateRequest, SamplingParams, StepRecord, TokenEvent
 from duovolt.runtime.parallel.base import Collective, SoloCollective
-from torch import Tensor
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "tiny_qwen3_5"
 

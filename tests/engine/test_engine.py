@@ -6,9 +6,10 @@ import struct
 import pytest
 import torch
 import xxhash
+from msgspec import msgpack
+
 from duovolt.checkpoint.errors import InputError
 from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams, StepRecord, TokenEvent
-from msgspec import msgpack
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from duovolt.runtime.engine import EngineSettings, load_engine
 from duovolt.runtime.engine.cache import Cache
 from duovolt.runtime.engine.model import Batch, Model, Segment
 from duovolt.runtime.engine.sources import open_source
 from duovolt.runtime.engine.weights import load_weights
 from duovolt.runtime.parallel.base import SoloCollective
-from safetensors.torch import load_file
-from torch import Tensor
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
 from duovolt.checkpoint.directory import Checkpoint
 from duovolt.checkpoint.encodings.weights import read_weight
 from duovolt.checkpoint.errors import InputError
@@ -18,8 +21,6 @@ from duovolt.runtime.engine.sources import open_source
 from duovolt.runtime.engine.weights import load_weights
 from duovolt.runtime.parallel.base import SoloCollective
 from duovolt.shard.split import shard
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 
 PROMPT = [3, 200, 45, 17, 99, 128, 5, 60]
 

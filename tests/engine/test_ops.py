@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from duovolt.kernels import oracle
 from duovolt.kernels import reference as ops
-from torch import Tensor
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

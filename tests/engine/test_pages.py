@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from duovolt.runtime.engine.pages import PAGE, PagedKV, pages_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from duovolt.runtime.engine.pages import PAGE, PagedKV, pages_for
 
 
 class Pool(RuleBasedStateMachine):

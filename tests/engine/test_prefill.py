@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from duovolt.runtime.messages import SamplingParams
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from duovolt.kernels import reference as ops
 from duovolt.runtime.engine.sampling import Purpose, Sampler, fault_of
 from duovolt.runtime.messages import SamplingParams

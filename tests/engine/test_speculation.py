@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from duovolt.runtime.engine.cache import Cache
+from duovolt.runtime.engine.drafting import make_drafts
 from duovolt.runtime.engine.engine import Engine
 from duovolt.runtime.engine.model import Batch, Segment
 from duovolt.runtime.messages import SamplingParams
-from torch import Tensor
 
 PROMPT = [5, 9, 2, 77, 31, 8, 100, 3, 64, 12, 90]
 ANSWER = 40
@@ -24,6 +26,12 @@ def plain_states(tools, source, **fields) -> tuple[list[int], dict[int, list[Ten
     engine = tools.engine(source, n_sampleable=DRAWN)
     run = tools.drive(engine, tools.request(1, [t % DRAWN for t in PROMPT], ANSWER, **fields), after_step=keep)
     return run.tokens[1], states
+
+
+def written(cache: Cache, length: int) -> list[Tensor]:
+    """Keys and values of lane 0 in the MTP layer."""
+    kv = cache.mtp_kv
+    return [pool[kv.table(0)].flatten(0, 1)[:length] for pool in (kv.keys[0], kv.values[0])]
 
 
 def speculative(tools, source, states: dict[int, list[Tensor]], fields: dict, **settings):
@@ -92,6 +100,48 @@ def test_greedy_with_penalties_and_bias(tools) -> None:
         assert sum(event.accepted for event in run.events[1]) > 0
 
 
+def test_every_draft_is_judged_with_those_before_it(tools) -> None:
+    """A strong penalty on repetition makes each choice depend on the drafts that precede it in the same round."""
+    source = tools.source(seed=18)
+    fields = {"sampling": SamplingParams(temperature=0.0, frequency_penalty=2.0)}
+    answer, states = plain_states(tools, source, **fields)
+    assert len(set(answer[:DRAWN])) > 3, "the penalty must drive the answer on"
+    for drafts in range(1, 6):
+        rounds = [answer[at : at + drafts] for at in range(1, ANSWER, drafts + 1)]
+        run = speculative(tools, source, states, fields, drafts_from=rounds)
+        assert run.tokens[1] == answer
+        assert all(event.accepted == event.proposed for event in run.events[1]), "every draft was right"
+
+
+def test_drafts_are_those_of_the_unrolled_layer(tools) -> None:
+    """Draft j + 1 is the MTP layer's guess after draft j, at the next position, from its own hidden state."""
+    source = tools.source(seed=19)
+    engine = tools.engine(source, drafts=4)
+    engine.add(tools.request(1, PROMPT, 30))
+    engine.step()
+    lane = engine._order[0]
+    draft = make_drafts(engine.model, engine.cache, [lane], [4], 128)[0]
+
+    model, tokens = engine.model, list(lane.tokens)
+    cache = Cache(model.weights, lanes=1, max_context=256)
+    assert cache.claim(0, 128)
+    end = len(tokens) - 1
+    rope = torch.arange(end).expand(3, -1)
+    hidden = model.forward(Batch(torch.tensor(tokens[:-1]), [Segment(0, 0, end)], rope, False), cache)
+    for count in range(end, end + 4):
+        # The whole text again for every draft: one sequence, positions 0 .. count - 1.
+        batch = Batch(
+            torch.tensor(tokens[1:]), [Segment(0, 0, count)], torch.arange(count).expand(3, -1), by_rows=False
+        )
+        state = model.draft(batch, hidden, cache)[-1:]
+        tokens.append(int(model.logits(state)[0].argmax()))
+        hidden = torch.cat((hidden, state))
+    assert draft.tokens == tokens[-4:]
+    assert len(set(draft.tokens)) > 1
+    for mine, true in zip(written(engine.cache, end + 3), written(cache, end + 3), strict=True):
+        assert (mine - true).abs().max() < 1e-4, "keys and values of the drafted positions"
+
+
 def test_mtp_cache_is_made_from_the_target_alone(tools) -> None:
     """After any mixture of accepted and refused drafts, the MTP layer's keys and values are those of the true text."""
     source = tools.source(seed=14)
@@ -126,10 +176,8 @@ def test_mtp_cache_is_made_from_the_target_alone(tools) -> None:
         model.draft(batch(tokens[position : position + 1], position - 1, True), last, cache)
         last = model.forward(batch(tokens[position : position + 1], position, True), cache)
         cache.commit(0, 1)
-    found, wanted = engine.cache.mtp_kv, cache.mtp_kv
-    for mine, true in ((found.keys[0], wanted.keys[0]), (found.values[0], wanted.values[0])):
-        held = mine[found.table(0)].flatten(0, 1)[:length]
-        assert torch.equal(held, true[wanted.table(0)].flatten(0, 1)[:length])
+    for mine, true in zip(written(engine.cache, length), written(cache, length), strict=True):
+        assert torch.equal(mine, true)
 
 
 def test_answers_near_the_limits(tools) -> None:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from duovolt.runtime.engine.sources import WeightSource
 from duovolt.runtime.messages import SamplingParams
-from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from duovolt.runtime.engine.cache import Cache
 from duovolt.runtime.engine.model import Batch, Model, Segment
 from duovolt.runtime.engine.weights import load_weights
 from duovolt.runtime.messages import SamplingParams
 from duovolt.runtime.parallel.base import Collective, SoloCollective
-from torch import Tensor
 
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
