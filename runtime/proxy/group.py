@@ -27,7 +27,7 @@ from ..rank.options import RankOptions
 from ..rank.wire import Failed, Hello, Ready, Step, Stop, ToProxy, decode_to_proxy, encode
 from .plan import ServePlan
 
-_STOP_SECONDS = 0.7  # for a rank to end by itself; then it is killed
+_STOP_SECONDS = 0.7  # for a rank to end by itself, or to print its side of a failure; then it is killed
 _LOADING_NEWS_SECONDS = 5.0
 
 
@@ -57,7 +57,6 @@ class RankGroup:
         self._folder: Path | None = None
         self._shared: SharedFile | None = None
         self._progress: list[ProgressCounter] = []
-        self._failed: dict[int, Failed] = {}
         self.fault: asyncio.Future[RankFault] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -98,7 +97,7 @@ class RankGroup:
         """Ask, wait a moment, kill; then nothing of this generation is left: process, file, socket or folder."""
         self.send(Stop())
         waits = [asyncio.ensure_future(process.wait()) for process in self._processes]
-        if waits and not self.fault.done():
+        if waits:
             await asyncio.wait(waits, timeout=_STOP_SECONDS)
         self.kill()
         if waits:
@@ -137,7 +136,7 @@ class RankGroup:
             sampleable=plan.tokenizer.size,
             exchange_seconds=plan.exchange_seconds,
         )
-        environment = dict(os.environ)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
         if not self._first:  # a door opens once: the restarted ranks must be able to serve
             for door in DOORS:
                 environment.pop(door, None)
@@ -190,7 +189,7 @@ class RankGroup:
                 self._steps[rank].append(message)
                 self._match_steps()
             case Failed():
-                self._failed[rank] = message
+                self._set_fault(RankFault(f"rank {rank}: {message.message}", message.exit_code))
 
     def _check_hello(self, rank: int, hello: Hello) -> None:
         expected = self._plan.identity
@@ -230,12 +229,8 @@ class RankGroup:
     async def _watch_exit(self, rank: int) -> None:
         code = await self._processes[rank].wait()
         await asyncio.sleep(0.05)  # its last message may still be on its way
-        said = self._failed.get(rank)
-        if said is None:
-            ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            self._set_fault(RankFault(f"rank {rank} {ending}."))
-        else:
-            self._set_fault(RankFault(f"rank {rank}: {said.message}", said.exit_code))
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        self._set_fault(RankFault(f"rank {rank} {ending}."))
 
     def report_hang(self, seconds: float) -> None:
         """The watchdog's verdict."""

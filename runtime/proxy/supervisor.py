@@ -85,7 +85,6 @@ class Supervisor:
             if not group.fault.done():
                 return None
             fault = group.fault.result()
-            group.kill()
             self._hub.send = None
             self._hub.fail_all(unavailable(f"the answer was broken off: {fault}", self._hub.retry_after))
             return fault

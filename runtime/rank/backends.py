@@ -75,5 +75,5 @@ def versions(backend: str) -> dict[str, str]:
     if not backend.startswith("scripted"):
         import torch
 
-        found["torch"] = torch.__version__
+        found["torch"] = str(torch.__version__)  # a subclass of str, which msgpack refuses
     return found

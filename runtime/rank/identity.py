@@ -12,6 +12,7 @@ import xxhash
 
 from ...checkpoint.directory import Checkpoint
 from ...checkpoint.errors import InputError
+from ...checkpoint.files import file_metadata
 from ...checkpoint.manifest import read_manifest
 
 TOKENIZER = "tokenizer.json"
@@ -39,11 +40,7 @@ def read_identity(directory: Path) -> RankIdentity:
     manifest = read_manifest(directory)
     if manifest.stage != "rank" or manifest.tp_rank is None or manifest.tp_size is None:
         raise InputError(f"{directory} is a {manifest.stage} directory, not a rank; split it with `duovolt shard`.")
-    expected = {
-        "conversion_id": manifest.conversion_id,
-        "tp_size": str(manifest.tp_size),
-        "tp_rank": str(manifest.tp_rank),
-    }
+    expected = file_metadata(manifest.conversion_id, manifest.tp_size, manifest.tp_rank)
     for file, header in Checkpoint.open(directory).headers.items():
         for key, value in expected.items():
             if header.metadata.get(key) != value:
@@ -57,7 +54,7 @@ def read_identity(directory: Path) -> RankIdentity:
         manifest.conversion_id,
         str(manifest.recipe.get("name") or json.dumps(manifest.recipe, sort_keys=True)),
         tokenizer_digest(directory),
-        str(manifest.provenance.get("repository") or manifest.provenance.get("source") or ""),
+        str(manifest.provenance.get("repo") or ""),
     )
 
 

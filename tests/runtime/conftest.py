@@ -73,6 +73,14 @@ class Server:
         self._reader.join(2)
         return code
 
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
     def client(self, timeout: float = 20) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout)
 
@@ -113,6 +121,15 @@ def leftovers(pid: int) -> list[str]:
     return found
 
 
+def running(*arguments: str | Path) -> Iterator[Server]:
+    """A ready server for a fixture of any scope."""
+    server = Server([str(argument) for argument in arguments], {})
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill()
+
+
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
@@ -124,9 +141,4 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
     yield start
     for server in servers:
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGKILL)
-        server.process.wait(10)
-        assert server.process.stderr is not None
-        server._reader.join(5)
-        server.process.stderr.close()
+        server.kill()

@@ -212,8 +212,9 @@ def test_chat_logprobs_tell_token_and_bytes(api: LocalApi) -> None:
 
 
 def test_sampling_fields_reach_the_engine_and_seeds_are_fixed(api: LocalApi) -> None:
-    fields = {"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": -1,
-              "frequency_penalty": 2, "seed": -3, "logit_bias": {"5": -100}, "ignore_eos": True, "stop_token_ids": [3]}  # fmt: skip
+    fields = {"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5,
+              "presence_penalty": -1, "frequency_penalty": 2, "seed": -3, "logit_bias": {"5": -100},
+              "ignore_eos": True, "stop_token_ids": [3]}  # fmt: skip
     say(api, "x", max_completion_tokens=9, **fields)
     request = api.sent[0]
     assert not isinstance(request, CancelRequest)
@@ -230,6 +231,7 @@ def test_sampling_fields_reach_the_engine_and_seeds_are_fixed(api: LocalApi) -> 
 
 
 LONG = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
+BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, b"{", 400, None, "not valid JSON"),
     (CHAT, b"\xff\xfe", 400, None, "not valid JSON"),
@@ -243,7 +245,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0].content is missing"),
     (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "messages", "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text only"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, 400, "messages", "not JSON"),
+    (CHAT, {"messages": [BROKEN_CALL]}, 400, "messages", "not JSON"),
     (CHAT, {"messages": USER, "max_tokens": "5"}, 400, "max_tokens", "Expected `int | null`, got `str`"),
     (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", ">= 1"),
     (CHAT, {"messages": USER, "max_tokens": 10**8}, 400, "max_tokens", f"context is {CONTEXT} tokens; the request has"),

@@ -1,0 +1,151 @@
+"""Two reference ranks over a real tiny model, from converted weights to HTTP; and what happens to mixed-up directories."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Server, leftovers, running
+from .real_model import make_ranks
+from .stub_model import ids
+
+CHAT = "/v1/chat/completions"
+ASK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 24,
+    "ignore_eos": True,
+    "logprobs": True,
+}
+GREEDY = ASK | {"temperature": 0}
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("real")
+    for size in (1, 2):
+        make_ranks(folder, size)
+    return folder
+
+
+def tokens(server: Server, body: dict[str, Any]) -> list[list[int]]:
+    """The answer's tokens as their bytes."""
+    with server.client(60) as client:
+        answer = client.post(CHAT, json=body).json()
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert answer["usage"]["completion_tokens"] == len(entries) == body["max_tokens"]
+    assert all(-50 < entry["logprob"] <= 0 for entry in entries)
+    return [entry["bytes"] for entry in entries]
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[Server]:
+    yield from running(folder / "ranks-2", "--max-context", "512", "--lanes", "2")
+
+
+def test_widths_drafts_and_repetitions_give_the_same_greedy_tokens(
+    start_server: Start, folder: Path, two: Server, tmp_path: Path
+) -> None:
+    expected = tokens(two, GREEDY)
+    assert tokens(two, GREEDY) == expected
+    assert two.metric("proposed_total") > 0
+    one = start_server(
+        folder / "ranks-1" / "rank-0-of-1", "--max-context", "512", "--prefill-chunk", "7", "--drafts", "0"
+    )
+    assert tokens(one, GREEDY) == expected
+    assert one.metric("proposed_total") == 0
+    (tmp_path / "drafts.json").write_text(json.dumps([ids("a"), ids("abc"), [], ids("Hello")] * 6))
+    forced = start_server(folder / "ranks-2", "--max-context", "512", "--drafts-from", tmp_path / "drafts.json")
+    assert tokens(forced, GREEDY) == expected
+    assert forced.metric("proposed_total") > 4
+
+
+def test_the_server_says_which_model_it_serves(folder: Path, two: Server) -> None:
+    conversion = json.loads((folder / "converted" / "duovolt.json").read_text())["conversion_id"]
+    for word in (f"conversion={conversion}", "recipe=v100", "backend=reference", "ranks=2", "kv=float32"):
+        assert word in two.log
+    with two.client() as client:
+        details = client.get("/v1/models").json()["data"][0]
+        status = client.get("/health/ready").json()
+    assert details["duovolt"]["conversion_id"] == conversion
+    assert details["max_model_len"] == 512
+    assert status["ranks"] == 2
+
+
+def test_seeds_fix_sampled_answers_whatever_runs_beside(two: Server) -> None:
+    sampled = ASK | {"temperature": 1, "max_tokens": 12}
+    first = tokens(two, sampled | {"seed": 7})
+    beside = threading.Thread(target=tokens, args=(two, sampled | {"max_tokens": 40}))
+    beside.start()
+    assert tokens(two, sampled | {"seed": 7}) == first
+    beside.join(30)
+    assert tokens(two, sampled | {"seed": 8}) != first
+    assert tokens(two, sampled) != tokens(two, sampled)
+
+
+def test_echo_scores_the_prompt(two: Server) -> None:
+    with two.client(60) as client:
+        answer = client.post(
+            "/v1/completions", json={"prompt": "Hello world", "max_tokens": 0, "echo": True, "logprobs": 0}
+        )
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == "Hello world"
+    assert choice["logprobs"]["tokens"] == ["Hello", " world"]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][1] < 0
+    assert answer.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+
+
+@pytest.mark.parametrize("fault", ["DUOVOLT_LOCKSTEP_FAULT=0:2:hash", "DUOVOLT_MAILBOX_FAULT=1:60:stale"])
+def test_faults_between_real_ranks_end_the_answer_and_the_ranks_come_back(
+    start_server: Start, folder: Path, fault: str
+) -> None:
+    door, value = fault.split("=")
+    server = start_server(folder / "ranks-2", "--max-context", "512", "--watchdog-seconds", "4", **{door: value})
+    with server.client(60) as client:
+        broken = client.post(CHAT, json=GREEDY)
+    assert broken.status_code == 503
+    assert re.search("TP2 LOCKSTEP FAILURE|no answer from rank 1 at mailbox step", broken.json()["error"]["message"])
+    server.wait_log("ready on", count=2)
+    assert len(tokens(server, GREEDY)) == 24
+
+
+@pytest.mark.parametrize("case", ["swapped", "mixed weights", "converted", "truncated"])
+def test_directories_that_are_not_what_their_names_say_are_refused(
+    start_server: Start, folder: Path, tmp_path: Path, case: str
+) -> None:
+    ranks = tmp_path / "ranks"
+    shutil.copytree(folder / "ranks-2", ranks)
+    first, second = ranks / "rank-0-of-2", ranks / "rank-1-of-2"
+    shard = next(first.glob("*.safetensors")).name
+    words = {
+        "swapped": "the directories were swapped or renamed",
+        "mixed weights": "files of different ranks or conversions were mixed",
+        "converted": "not a rank",
+        "truncated": shard,
+    }[case]
+    if case == "swapped":
+        first.rename(ranks / "x")
+        second.rename(first)
+        (ranks / "x").rename(second)
+    elif case == "mixed weights":
+        shutil.copy(second / shard, first / shard)
+    elif case == "converted":
+        shutil.rmtree(first)
+        shutil.copytree(folder / "converted", first)
+    else:
+        with (first / shard).open("r+b") as file:
+            file.truncate(50000)
+    server = start_server(ranks, ready=False)
+    assert server.wait_exit(20) == 2
+    assert words in server.log
+    assert len([line for line in server.lines if line.startswith("duovolt")]) == 1
+    assert leftovers(server.pid) == []
