@@ -229,8 +229,10 @@ class StageDirectory:
                 )
             self._append({"identity": self.identity})
             return
-        lines = journal.read_bytes().split(b"\n")
         # A line cut off by a kill is dropped: its file is simply written again.
+        whole = journal.read_bytes().rpartition(b"\n")[0]
+        os.truncate(journal, len(whole) + 1 if whole else 0)
+        lines = whole.split(b"\n")
         try:
             started = msgspec.json.decode(lines[0])["identity"]
         except (msgspec.MsgspecError, KeyError, TypeError):

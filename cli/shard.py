@@ -2,10 +2,10 @@
 
 import argparse
 import json
-import resource
 from pathlib import Path
 
 from ..checkpoint.directory import Checkpoint
+from ..checkpoint.errors import InputError
 from ..checkpoint.manifest import read_manifest
 from ..shard.split import ShardReport, shard
 from .progress import byte_bar
@@ -27,6 +27,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
 
 
+def peak_memory() -> int:
+    """Bytes this process has had in memory at most. `getrusage` would count the parent's memory from before exec."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
 def describe(report: ShardReport) -> str:
     """One line a rank, one for what lost its tiles, one for identity and memory."""
     lines = []
@@ -42,8 +48,7 @@ def describe(report: ShardReport) -> str:
             f"{len(report.canonical)} tensors are stored row by row, because a cut falls inside a tile: "
             f"{', '.join(report.canonical[:3])}{', ...' if len(report.canonical) > 3 else ''}"
         )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    lines.append(f"conversion {report.conversion_id}, peak memory {peak / 1e6:,.0f} MB")
+    lines.append(f"conversion {report.conversion_id}, peak memory {peak_memory() / 1e6:,.0f} MB")
     return "\n".join(lines)
 
 
@@ -54,6 +59,8 @@ def as_json(report: ShardReport) -> dict[str, object]:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.json is not None and not args.json.parent.is_dir():
+        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
     read_manifest(args.converted)  # so that "unfinished" comes before any complaint about what is unfinished
     total = sum(entry.nbytes for entry in Checkpoint.open(args.converted).tensors.values())
     with byte_bar("shard", total, args.quiet) as advance:

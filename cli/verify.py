@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from ..checkpoint.errors import InputError
 from ..verify.proofs import verify, work_bytes
 from ..verify.report import Proof, Report, describe_errors
 from .progress import byte_bar
@@ -49,6 +50,8 @@ def summary(report: Report) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.json is not None and not args.json.parent.is_dir():
+        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
     total = work_bytes(args.source, args.converted, args.ranks)
     with byte_bar("verify", total, args.quiet) as advance:
         report = verify(args.source, args.converted, args.ranks, advance)

@@ -17,7 +17,7 @@ from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import FileRecord, Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
-from ..checkpoint.stage import JOURNAL, DirectoryLock, StageDirectory, disk_errors, require_space
+from ..checkpoint.stage import DirectoryLock, StageDirectory, disk_errors, require_space, tidy
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
@@ -202,7 +202,7 @@ def _require_apart(converted: Path, targets: list[Path]) -> None:
 
 def _already_done(rank: _Rank, tp: int, conversion_id: str) -> bool:
     """True if the directory is this very rank, finished, and every file still hashes the same."""
-    if not has_manifest(rank.path) or (rank.path / JOURNAL).exists():
+    if not has_manifest(rank.path):
         return False
     with DirectoryLock(rank.path):
         there = read_manifest(rank.path)
@@ -212,6 +212,7 @@ def _already_done(rank: _Rank, tp: int, conversion_id: str) -> bool:
                 f"{rank.path}: already holds {who} of conversion {there.conversion_id}; this run would make rank "
                 f"{rank.rank} of {tp} of {conversion_id}. Remove it or choose another directory."
             )
+        tidy(rank.path)
         for name, record in there.files.items():
             path = rank.path / name
             if not path.is_file() or path.stat().st_size != record.size or digest_file(path) != record.digest:

@@ -1,5 +1,6 @@
 """What `shard` refuses, with which words and exit code; and what it leaves untouched."""
 
+import errno
 import json
 import os
 import stat
@@ -15,6 +16,7 @@ from duovolt.cli.main import main
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
 from duovolt.tests.support.damage import edit_tensor
+from duovolt.verify.proofs import verify
 
 
 @pytest.fixture
@@ -142,6 +144,23 @@ def test_full_disk(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stage_module.shutil, "disk_usage", almost_full)
     refused(EnvironmentFault, "needed", "free", converted=converted, dst=tmp_path / "ranks", tp=2)
     assert not (tmp_path / "ranks").exists()
+
+
+def test_a_disk_that_fills_up_in_mid_write(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D04: exit code 3, no half file under a final name; once there is room, the same run goes on and is right."""
+    sound, count = stage_module.AtomicFile.write, [0]
+
+    def write(self: stage_module.AtomicFile, data: bytes | memoryview) -> None:
+        count[0] += 1
+        if count[0] == 150:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sound(self, data)
+
+    monkeypatch.setattr(stage_module.AtomicFile, "write", write)
+    refused(EnvironmentFault, "the disk is full", "resumes", converted=converted, dst=tmp_path / "ranks", tp=2)
+    assert not list((tmp_path / "ranks").rglob("*.safetensors")) and not list((tmp_path / "ranks").rglob("*tmp*"))
+    shard(converted, tmp_path / "ranks", 2)
+    assert verify(converted=converted, ranks=tmp_path / "ranks").ok
 
 
 def test_two_runs_at_once(converted: Path, tmp_path: Path) -> None:
