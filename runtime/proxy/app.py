@@ -9,15 +9,16 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ..messages import GenerateRequest
 from .answer import AnswerReader
@@ -34,8 +35,12 @@ from .schema import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, Toke
 from .supervisor import Supervisor
 
 MAX_BODY_BYTES = 32 << 20
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 _CLIENT_LEFT = 499  # never seen by anyone: the client has closed
 
+T = TypeVar("T")
 Format = ChatFormat | CompletionFormat
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -169,7 +174,8 @@ class Api:
         return PlainTextResponse(metrics_text(self._hub, self._supervisor.ready))
 
     async def page(self, request: Request) -> Response:
-        return HTMLResponse(resources.files(__package__).joinpath("page/index.html").read_text(encoding="utf-8"))
+        text = resources.files(__package__).joinpath("page/index.html").read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     def _stamp(self) -> tuple[str, int, str]:
         return uuid.uuid4().hex[:24], int(time.time()), self._plan.model_id
@@ -187,17 +193,35 @@ class Api:
 
 
 class _AnswerStream(StreamingResponse):
-    """A stream whose request is released even if the client left before the first chunk was asked for."""
+    """A stream that ends with its client, also while the ranks have nothing to say yet."""
 
     def __init__(self, content: AsyncIterator[bytes], reader: AnswerReader, **options: Any) -> None:
         super().__init__(content, **options)
         self._reader = reader
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await _unless_gone(self.stream_response(send), receive)
         finally:
             self._reader.close()
+
+
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """The result of `work`, or None once the client has closed, with `work` cancelled."""
+
+    async def client_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+
+    working, gone = asyncio.create_task(work), asyncio.create_task(client_gone())
+    either: list[asyncio.Future[Any]] = [working, gone]
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 async def _stream(reader: AnswerReader, shape: Format, with_usage: bool) -> AsyncIterator[bytes]:
@@ -226,21 +250,10 @@ async def _whole(request: Request, reader: AnswerReader, shape: Format) -> Respo
             shape.collect(update)
         return JSONResponse(shape.whole(reader))
 
-    work = asyncio.create_task(collect())
-    gone = asyncio.create_task(_client_gone(request))
     try:
-        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else Response(status_code=_CLIENT_LEFT)
+        return await _unless_gone(collect(), request.receive) or Response(status_code=_CLIENT_LEFT)
     finally:
         reader.close()
-        work.cancel()
-        gone.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-
-
-async def _client_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
 
 
 async def _read_body(request: Request) -> bytes:

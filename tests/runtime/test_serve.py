@@ -124,6 +124,34 @@ def test_a_client_that_leaves_frees_the_lane_once(start_server: Start, tmp_path:
     assert server.metric("running") == 0
 
 
+def test_many_that_leave_are_each_cancelled_once(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(*setup(tmp_path, SLOW, QUICK), "--lanes", "4")
+    for _ in range(20):
+        with httpx.stream("POST", server.url + CHAT, json={"messages": USER, "stream": True}) as response:
+            next(response.iter_lines())
+        with server.client() as client:
+            answer = client.post(CHAT, json={"messages": USER}).json()
+        assert answer["choices"][0]["message"] == {
+            "role": "assistant",
+            "content": "Hello world",
+            "reasoning_content": "Think.",
+        }
+    assert server.metric("cancelled_total") == 20
+    assert server.metric("finished_total") == 20
+    assert server.metric("running") == 0
+
+
+def test_a_client_that_leaves_before_the_first_token_is_noticed(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(*setup(tmp_path, {"blocks": [ids("x")] * 3, "delay_ms": 3000}))
+    for number, streaming in enumerate((True, False), 1):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + CHAT, json={"messages": USER, "stream": streaming}, timeout=0.5)
+        deadline = time.monotonic() + 1.5
+        while server.metric("cancelled_total") < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 def test_lanes_fill_wait_and_refuse(start_server: Start, tmp_path: Path) -> None:
     server = start_server(*setup(tmp_path, SLOW), "--lanes", "2", "--max-waiting", "1")
     streams = [Stream(server, max_tokens=3000) for _ in range(3)]
