@@ -22,7 +22,9 @@ SHARED_DIR = Path("/dev/shm")
 
 def sweep_dead() -> list[str]:
     """Remove the files of owners that no longer run, never those of a live one; returns the names removed."""
-    removed = []
+    removed: list[str] = []
+    if not SHARED_DIR.is_dir():
+        return removed
     for entry in SHARED_DIR.iterdir():
         if owner_is_dead(entry.name):
             with contextlib.suppress(FileNotFoundError, PermissionError):  # another user's, or swept by a neighbour

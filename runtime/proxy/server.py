@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from ...checkpoint.errors import DuovoltError, EnvironmentFault
+from ...checkpoint.errors import EnvironmentFault
 from .app import Api
 from .errors import unavailable
 from .hub import Hub
@@ -78,8 +78,8 @@ class _Server:
             self._http.should_exit = True
             stop.cancel()
             await asyncio.gather(ranks, http, stop, return_exceptions=True)
-        if (fault := ranks.exception()) is not None:
-            raise fault if isinstance(fault, DuovoltError) else RuntimeError("the supervisor failed") from fault
+        for task in (ranks, http):
+            task.result()  # raises what ended it
         return 0
 
     async def _drain(self) -> None:
@@ -131,6 +131,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except OSError as error:
         raise EnvironmentFault(
             f"cannot listen on {host} port {port}: {error.strerror}; choose another --port."

@@ -38,10 +38,16 @@ def run_rank(options: RankOptions) -> int:
     socket.linger = _LINGER_MS
     socket.connect(options.endpoint)
     try:
-        _serve(options, socket)
-        return 0
-    except DuovoltError as error:
-        return _give_up(options, socket, str(error), error.exit_code)
+        try:
+            loop = _start(options, socket)
+        except DuovoltError as error:  # the proxy says it: a start that fails has one line
+            return _give_up(options, socket, str(error), error.exit_code)
+        try:
+            loop.run()
+            return 0
+        except DuovoltError as error:
+            print(f"duovolt rank {options.rank}: {error}", file=sys.stderr, flush=True)
+            return _give_up(options, socket, str(error), error.exit_code)
     except Exception as error:
         traceback.print_exc()  # into the server's log: an engine fault is a bug, not a user's error
         return _give_up(options, socket, f"internal error: {type(error).__name__}: {error}", 1)
@@ -50,23 +56,21 @@ def run_rank(options: RankOptions) -> int:
         context.term()
 
 
-def _serve(options: RankOptions, socket: zmq.Socket) -> None:
+def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
+    """Say hello, load, say ready."""
     identity = _identity(options)
     region = Region(SharedFile.attach(options.shared).memory)
-    socket.send(
-        encode(
-            Hello(
-                options.rank,
-                options.size,
-                os.getpid(),
-                identity.conversion_id,
-                identity.recipe,
-                identity.tokenizer_digest,
-                versions(options.backend),
-                options.backend,
-            )
-        )
+    hello = Hello(
+        options.rank,
+        options.size,
+        os.getpid(),
+        identity.conversion_id,
+        identity.recipe,
+        identity.tokenizer_digest,
+        versions(options.backend),
+        options.backend,
     )
+    socket.send(encode(hello))
     lockstep: Lockstep = SoloLockstep()
     mailbox: Mailbox | None = None
     if options.size == 2:
@@ -77,7 +81,7 @@ def _serve(options: RankOptions, socket: zmq.Socket) -> None:
     progress.tick(busy=False)
     facts["collective"] = "solo" if mailbox is None else "mailbox-cpu"
     socket.send(encode(Ready(options.rank, facts)))
-    RankLoop(engine, lockstep, socket, progress).run()
+    return RankLoop(engine, lockstep, socket, progress)
 
 
 def _identity(options: RankOptions) -> RankIdentity:
@@ -92,7 +96,6 @@ def _identity(options: RankOptions) -> RankIdentity:
 
 
 def _give_up(options: RankOptions, socket: zmq.Socket, message: str, exit_code: int) -> int:
-    print(f"duovolt rank {options.rank}: {message}", file=sys.stderr, flush=True)
     socket.send(encode(Failed(options.rank, message, exit_code)), zmq.NOBLOCK)
     return exit_code
 

@@ -248,6 +248,21 @@ def test_an_idle_server_is_gone_within_two_seconds(start_server: Start, tmp_path
     client.close()
 
 
+def test_a_server_that_still_loads_ends_as_fast(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(*setup(tmp_path, QUICK), ready=False)
+    deadline = time.monotonic() + 20
+    while len(server.rank_pids()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    ranks = server.rank_pids()
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_exit(5) == 0
+    wait_gone(ranks, 1)
+    assert time.monotonic() - start < 2
+    assert leftovers(server.pid) == []
+
+
 def test_a_busy_server_lets_a_running_answer_finish_and_takes_no_other(start_server: Start, tmp_path: Path) -> None:
     server = start_server(*setup(tmp_path, SLOW), "--drain-seconds", "20")
     stream = Stream(server, max_tokens=60)
