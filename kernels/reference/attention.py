@@ -15,9 +15,14 @@ def write_kv(key_pool: Tensor, value_pool: Tensor, keys: Tensor, values: Tensor,
 
 
 def _gather(pool: Tensor, pages: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of the pages in order: [length, KV heads, D]."""
-    page = pool.shape[1]
-    return pool.index_select(0, pages[: (length + page - 1) // page]).flatten(0, 1)[:length]
+    """The first `length` tokens of the pages in order: [length, KV heads, D]; in place where the pages adjoin."""
+    count = -(-length // pool.shape[1])
+    first = int(pages[0])
+    if int(pages[count - 1]) == first + count - 1 and bool((pages[1:count] > pages[: count - 1]).all()):
+        used = pool[first : first + count]  # rising, and no wider than their number: nothing in between
+    else:
+        used = pool.index_select(0, pages[:count])
+    return used.flatten(0, 1)[:length]
 
 
 def attend_rows(query: Tensor, key_pool: Tensor, value_pool: Tensor, pages: Tensor, start: int) -> Tensor:

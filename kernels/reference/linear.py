@@ -13,6 +13,8 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     number of rows or another alignment.
     """
     rows = x.clone(memory_format=torch.contiguous_format)
+    if x.shape[0] == 1:
+        return torch.mv(weight, rows[0])[None]
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     aligned = x.shape[1] % FLOATS_PER_LINE == 0
     for index, row in enumerate(rows.unbind(0)):

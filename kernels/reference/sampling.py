@@ -73,6 +73,7 @@ def residual(target: Tensor, draft: Tensor) -> Tensor:
 def log_probabilities(logits: Tensor, token: int, best: int) -> tuple[float, list[tuple[int, float]]]:
     """log p(token) and the `best` most likely (id, log p), ties by id, under the softmax of logits [V]."""
     normalised = torch.log_softmax(logits.double(), dim=-1)
+    if not best:
+        return float(normalised[token]), []
     values, ids = torch.sort(normalised, descending=True, stable=True)
-    top = [(int(i), float(v)) for i, v in zip(ids[:best], values[:best], strict=True)]
-    return float(normalised[token]), top
+    return float(normalised[token]), list(zip(ids[:best].tolist(), values[:best].tolist(), strict=True))

@@ -1,15 +1,30 @@
 """Paged keys and values: pools of pages shared by the lanes, and each lane's block table."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 PAGE = 64  # tokens a page
+LINE = 64  # bytes
 
 
 def pages_for(tokens: int) -> int:
     """Pages that hold `tokens` tokens."""
     return -(-tokens // PAGE)
+
+
+def _untouched_zeros(shape: tuple[int, ...]) -> Tensor:
+    """float32 zeros that start on a cache line and cost memory only where something is written.
+
+    numpy's zeros come from untouched memory, but not aligned as torch's own: products over a page in place must have
+    the bits of products over a copy of it.
+    """
+    count = math.prod(shape)
+    memory = np.zeros(count + LINE // 4, np.float32)
+    skipped = -memory.ctypes.data % LINE // 4
+    return torch.from_numpy(memory[skipped : skipped + count].reshape(shape))
 
 
 class PagedKV:
@@ -20,9 +35,8 @@ class PagedKV:
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, pages: int, lanes: int) -> None:
         shape = (pages, PAGE, kv_heads, head_dim)
-        # numpy's zeros come from untouched memory: a pool for a long context costs only what is written to it.
-        self.keys = [torch.from_numpy(np.zeros(shape, np.float32)) for _ in range(layers)]
-        self.values = [torch.from_numpy(np.zeros(shape, np.float32)) for _ in range(layers)]
+        self.keys = [_untouched_zeros(shape) for _ in range(layers)]
+        self.values = [_untouched_zeros(shape) for _ in range(layers)]
         self._free = list(range(pages - 1, -1, -1))
         self._tables: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in range(lanes)]
 

@@ -10,6 +10,9 @@ from ...kernels import reference as ops
 from ..messages import SamplingParams, TokenLogprob
 
 MAX_LOGPROBS = 21  # the chosen token and twenty more
+# Bounds that keep adjusted logits finite in float32, far beyond any use.
+MAX_SHIFT = 1000
+MAX_REPETITION = 100
 
 
 class Purpose(IntEnum):
@@ -23,7 +26,6 @@ class Purpose(IntEnum):
 
 def fault_of(params: SamplingParams, vocabulary: int) -> str | None:
     """What is wrong with the parameters, None if nothing is."""
-    finite = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if not math.isfinite(params.temperature) or params.temperature < 0:
         return f"temperature is {params.temperature}, expected 0 or more."
     if params.top_k < 0:
@@ -32,15 +34,18 @@ def fault_of(params: SamplingParams, vocabulary: int) -> str | None:
         return f"top_p is {params.top_p}, expected more than 0 and at most 1."
     if not 0 <= params.min_p <= 1:
         return f"min_p is {params.min_p}, expected 0 to 1."
-    if not all(map(math.isfinite, finite)) or params.repetition_penalty <= 0:
-        return f"penalties {finite} (repetition, presence, frequency) must be finite, the first more than 0."
+    if not 1 / MAX_REPETITION <= params.repetition_penalty <= MAX_REPETITION:
+        return f"repetition_penalty is {params.repetition_penalty}, expected {1 / MAX_REPETITION} to {MAX_REPETITION}."
+    for name, value in (("presence", params.presence_penalty), ("frequency", params.frequency_penalty)):
+        if not abs(value) <= MAX_SHIFT:
+            return f"{name}_penalty is {value}, expected -{MAX_SHIFT} to {MAX_SHIFT}."
     if not 0 <= params.logprobs <= MAX_LOGPROBS:
         return f"logprobs is {params.logprobs}, expected 0 to {MAX_LOGPROBS}."
     if not 0 <= params.seed < 1 << 64:
         return f"seed is {params.seed}, expected an unsigned 64-bit number."
     for token, bias in params.logit_bias.items():
-        if not 0 <= token < vocabulary or not math.isfinite(bias):
-            return f"logit_bias {bias} for token {token}: the bias must be finite, the token below {vocabulary}."
+        if not 0 <= token < vocabulary or not abs(bias) <= MAX_SHIFT:
+            return f"logit_bias {bias} for token {token}: expected -{MAX_SHIFT} to {MAX_SHIFT} for an id below {vocabulary}."
     return None
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from duovolt.kernels import oracle
 from duovolt.kernels import reference as ops
+from duovolt.runtime.engine.pages import PagedKV
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -173,6 +174,19 @@ def test_attention_rows_alone_and_together_have_the_same_bits(dim: int, start: i
     for index in range(count):
         alone = ops.attend_rows(query[index : index + 1], *pools, pages[: (length + 63) // 64], start + index)
         assert torch.equal(alone[0], together[index])
+
+
+@pytest.mark.parametrize("dim", [8, 24, 32])
+@pytest.mark.parametrize("attend", [ops.attend_rows, ops.attend_block])
+def test_attention_over_adjoining_and_scattered_pages_has_the_same_bits(attend, dim: int) -> None:
+    pools, query = (random(3, 64, 2, dim), random(3, 64, 2, dim, seed=1)), random(2, 4, dim, seed=2)
+    found = []
+    for pages in ([2, 3, 4], [6, 3, 1], [0, 1, 6], [4, 3, 2]):
+        kv = PagedKV(1, 2, dim, 7, 1)
+        for pool, content in zip((kv.keys[0], kv.values[0]), pools, strict=True):
+            pool[pages] = content
+        found.append(attend(query, kv.keys[0], kv.values[0], torch.tensor(pages), 150))
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_delta_steps_alone_and_together_have_the_same_bits() -> None:

@@ -114,8 +114,11 @@ def test_logprob_entries() -> None:
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"min_p": math.nan}, "min_p"),
-        ({"repetition_penalty": 0.0}, "penalties"),
-        ({"frequency_penalty": math.inf}, "penalties"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e9}, "repetition_penalty"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty"),
+        ({"presence_penalty": math.nan}, "presence_penalty"),
+        ({"logit_bias": {1: 1e39}}, "logit_bias"),
         ({"logit_bias": {10: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
         ({"logprobs": 22}, "logprobs"),
@@ -126,3 +129,11 @@ def test_logprob_entries() -> None:
 def test_bad_parameters_are_named(fields, word: str) -> None:
     assert word in str(fault_of(SamplingParams(**fields), 10))
     assert fault_of(SamplingParams(), 10) is None
+
+
+def test_the_widest_parameters_still_give_a_distribution() -> None:
+    fields = {"repetition_penalty": 100.0, "presence_penalty": 1000.0, "frequency_penalty": -1000.0}
+    found = probabilities(
+        LOGITS * 1000, prompt=(0, 1), answer=(2, 2, 3), temperature=1e-300, logit_bias={0: 1000.0, 1: -1000.0}, **fields
+    )
+    assert sum(found) == pytest.approx(1.0) and max(found) == 1.0
