@@ -10,7 +10,7 @@ from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import MATRIX_ENCODINGS, part_name, part_of
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata
-from ..checkpoint.layouts import CANONICAL, layout_named
+from ..checkpoint.layouts import CANONICAL, stored_shape
 from ..checkpoint.manifest import Manifest, TensorRecord
 from ..checkpoint.writer import Planned
 from ..model.config import ModelConfig
@@ -37,8 +37,7 @@ class RankPart:
     @property
     def stored(self) -> Planned:
         """Name, dtype and shape in the rank's file."""
-        tile = layout_named(self.layout)
-        shape = self.canonical_shape if tile is None else tile.shape(*self.canonical_shape)
+        shape = stored_shape(self.layout, self.whole.dtype, self.canonical_shape)
         return Planned(self.name, self.whole.dtype, shape)
 
 
@@ -48,17 +47,22 @@ def stored_names(spec: TensorSpec, manifest: Manifest, where: str) -> list[str]:
     if first is None:
         raise CheckFailed(f"{where}: tensor {spec.name!r} of the family is missing. Convert again.")
     parts = MATRIX_ENCODINGS.get(first.encoding)
-    expected = (
-        {spec.name: spec.shape} if parts is None else {part_name(spec.name, p): p.shape(*spec.shape) for p in parts}
-    )
-    for name, shape in expected.items():
+    if parts is None:
+        expected = {spec.name: ("plain", first.dtype, spec.shape)}
+    else:
+        expected = {part_name(spec.name, p): (p.name, p.dtype, p.shape(*spec.shape)) for p in parts}
+    for name, (part, dtype, shape) in expected.items():
         record = manifest.tensors.get(name)
         if record is None or record.weight != spec.name or record.encoding != first.encoding:
             raise CheckFailed(
                 f"{where}: {spec.name!r} is {first.encoding}, but its part {name!r} is missing or another's."
             )
-        if tuple(record.canonical_shape) != shape:
-            raise CheckFailed(f"{where}: tensor {name!r} is {record.canonical_shape}, the family says {list(shape)}.")
+        found = (record.part, record.dtype, tuple(record.canonical_shape))
+        if found != (part, dtype, shape) or tuple(record.shape) != stored_shape(record.layout, dtype, shape):
+            raise CheckFailed(
+                f"{where}: tensor {name!r} is {record.part} {record.dtype} {record.canonical_shape}, stored as "
+                f"{record.shape} in {record.layout}; the family and its encoding say {part} {dtype} {list(shape)}."
+            )
     return list(expected)
 
 

@@ -9,7 +9,7 @@ from ..checkpoint.bands import canonical_rows
 from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS, part_name
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
-from ..checkpoint.layouts import ROWS, layout_named
+from ..checkpoint.layouts import ROWS, layout_named, stored_shape
 from ..checkpoint.manifest import Manifest, TensorRecord, has_manifest, read_manifest
 from ..model.config import ModelConfig
 from ..model.inventory import TensorSpec, inventory
@@ -44,7 +44,8 @@ class StageView:
         entry = self.checkpoint.tensors.get(name) if self.checkpoint is not None else None
         if record is None or entry is None:
             raise CheckFailed(f"{self.label} has no readable {name!r}")
-        if entry.dtype != record.dtype or list(entry.shape) != record.shape or stored_shape(record) != entry.shape:
+        shape = stored_shape(record.layout, record.dtype, tuple(record.canonical_shape))
+        if entry.dtype != record.dtype or list(entry.shape) != record.shape or shape != entry.shape:
             raise CheckFailed(
                 f"{self.label} stores {name!r} as {entry.dtype} {list(entry.shape)}, recorded as {record.dtype} "
                 f"{record.shape} in {record.layout}"
@@ -207,20 +208,9 @@ def prove_inventory(view: StageView, report: Report) -> None:
     proof.detail = f"{len(specs)} weights in {len(view.manifest.tensors)} tensors, none missing, none extra"
 
 
-def stored_shape(record: TensorRecord) -> tuple[int, ...]:
-    """The shape that a record's layout gives its canonical shape. Raises InputError if the layout does not take it."""
-    tile = layout_named(record.layout)
-    shape = tuple(record.canonical_shape)
-    if tile is None:
-        return shape
-    if len(shape) != 2 or record.dtype not in ("U8", "F8_E4M3") or not tile.fits(*shape):
-        raise InputError(f"{record.dtype} {list(shape)} does not fill the tiles of {record.layout}")
-    return tile.shape(*shape)
-
-
 def _check_layout(name: str, record: TensorRecord, proof: Proof) -> None:
     try:
-        stored = stored_shape(record)
+        stored = stored_shape(record.layout, record.dtype, tuple(record.canonical_shape))
     except InputError as error:
         proof.fail(str(error), tensor=name)
         return

@@ -126,6 +126,16 @@ def stored_form(family: str, encoding: str, part: str, shape: tuple[int, ...]) -
     return wanted, LAYOUTS[wanted].shape(*shape)
 
 
+def stored_shape(layout: str, dtype: str, canonical_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a named layout gives a tensor. Raises InputError for a tensor that the layout does not take."""
+    tile = layout_named(layout)
+    if tile is None:
+        return canonical_shape
+    if len(canonical_shape) != 2 or dtype not in ("U8", "F8_E4M3") or not tile.fits(*canonical_shape):
+        raise InputError(f"{dtype} {list(canonical_shape)} does not fill the tiles of {layout}")
+    return tile.shape(*canonical_shape)
+
+
 def to_canonical(words: np.ndarray, layout: str, canonical_shape: tuple[int, ...]) -> np.ndarray:
     """Undo a named layout. Raises InputError if the stored array does not match `canonical_shape`."""
     tile = layout_named(layout)
