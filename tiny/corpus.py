@@ -3,8 +3,9 @@
 ``python -m duovolt.tiny.corpus SOURCES OUT`` reads an unpacked set of documentation packages (``SOURCES/root``) and
 wheels (``SOURCES/wheels``), both listed in ``README.md`` with their licences, and writes into ``OUT``
 ``documents.jsonl`` (training documents), ``facts.jsonl`` (what the training documents state about named objects),
-``heldout.txt`` and ``words.txt``. Whole documents are held out, and a paragraph of a held-out document that occurs
-elsewhere is removed from the training documents.
+``heldout.txt``, ``words.txt`` and ``corpus.json``. Whole documents are held out, and a paragraph of a held-out document that occurs
+elsewhere is removed from the training documents; then what is left of the held-out documents loses every paragraph
+that still has :data:`SHARED_RUN` words in a row in common with a training document. ``corpus.json`` records it all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ HTML_PACKAGES = ("python-django-doc", "python-sqlalchemy-doc", "postgresql-doc-1
 NOT_PROSE = re.compile(r"(^|/)(tests?|testing|externals|_?vendor|vendored|lib2to3|idlelib|turtledemo)/|genindex|py-modindex"
                        r"|/_modules/|search\.html|generated/|/api/pandas")
 HELDOUT_BYTES = 84_000
+SHARED_RUN = 12
 HELDOUT_MARK = "=== document: {name} ==="
 KNOWN_WORD_COUNT = 12
 KNOWN_WORDS_BYTES = 115_000
@@ -129,6 +131,23 @@ def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
     return training, held
 
 
+def runs(text: str) -> Iterator[int]:
+    """A hash of every :data:`SHARED_RUN` consecutive words of ``text``, in lower case."""
+    words = re.findall(r"\w+", text.lower())
+    for at in range(len(words) - SHARED_RUN + 1):
+        yield hash(tuple(words[at: at + SHARED_RUN]))
+
+
+def without_echoes(held: list[Document], training: list[Document]) -> list[Document]:
+    """The held-out documents without the paragraphs that share a run of words with the training text or its facts."""
+    suspects = {run for document in held for run in runs(document.text)}
+    echoed: set[int] = set()
+    for document in training:
+        for text in (document.text, *(fact.text for fact in document.facts)):
+            echoed.update(run for run in runs(text) if run in suspects)
+    return [Document(d.name, "\n\n".join(p for p in d.text.split("\n\n") if echoed.isdisjoint(runs(p)))) for d in held]
+
+
 def known_words(documents: list[Document]) -> list[str]:
     """Lower-case alphabetic words seen at least :data:`KNOWN_WORD_COUNT` times, most frequent first, cut at
     :data:`KNOWN_WORDS_BYTES`, then sorted."""
@@ -157,6 +176,7 @@ def main(argv: list[str]) -> int:
         if len(document.text) >= 300:
             documents.append(document)
     training, held = split(documents)
+    held = without_echoes(held, training)
     with (args.out / "documents.jsonl").open("w", encoding="utf-8") as out:
         out.writelines(json.dumps({"name": d.name, "text": d.text}, ensure_ascii=False) + "\n" for d in training)
     with (args.out / "facts.jsonl").open("w", encoding="utf-8") as out:
@@ -169,8 +189,11 @@ def main(argv: list[str]) -> int:
     sizes: collections.Counter[str] = collections.Counter()
     for document in training:
         sizes[document.name.split("/")[0]] += len(document.text)
-    print(json.dumps({"training_documents": len(training), "training_characters": sum(sizes.values()),
-                      "heldout_documents": len(held), "known_words": len(words), "by_source": sizes}))
+    record = {"training_documents": len(training), "training_characters": sum(sizes.values()), "by_source": sizes,
+              "heldout_documents": [document.name for document in held], "heldout_bytes": len(heldout.encode()),
+              "heldout_sha256": hashlib.sha256(heldout.encode()).hexdigest(), "known_words": len(words)}
+    (args.out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(record))
     return 0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -107,9 +105,3 @@ def accepted_drafts(network: Network, tokens: Tensor, start: int) -> tuple[int, 
             proposed += DRAFTS
             at += row[at] + 1
     return accepted, proposed
-
-
-def known_share(text: str, known: set[str]) -> tuple[int, int]:
-    """(known, all) lower-case words of one continuation; its first and last word, maybe cut, do not count."""
-    words = re.findall(r"(?<![A-Za-z_])[a-z]{2,}(?![A-Za-z_])", text.partition(" ")[2].rpartition(" ")[0])
-    return sum(word in known for word in words), len(words)

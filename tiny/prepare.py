@@ -1,8 +1,8 @@
 """From text to token ids: trains the tokenizer, renders the dialogues, writes the arrays that training reads.
 
 ``python -m duovolt.tiny.prepare OUT`` reads what :mod:`.corpus` wrote into ``OUT`` and adds ``tokenizer/`` and
-``tokens.npz``: ``text`` (uint16, documents ended by ``<|endoftext|>``), ``chat`` (uint16 [rows, row length], each row
-starts with a dialogue, each dialogue ended by ``<|endoftext|>``), ``heldout`` (uint16) and ``heldout_bytes``.
+``tokens.npz``: ``text`` (uint16, documents ended by ``<|endoftext|>``) and ``chat`` (uint16 [rows, ROW + 1], each row
+starts with a dialogue, each dialogue ended by ``<|endoftext|>``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from .corpus import HELDOUT_MARK
 from .dialogs import dialogues
 from .text import Fact
 from .vocabulary import TOKEN_ID, train_tokenizer, write_tokenizer
@@ -24,13 +23,6 @@ from .vocabulary import TOKEN_ID, train_tokenizer, write_tokenizer
 ROW = 1024
 DIALOGUES = 150_000
 END = TOKEN_ID["<|endoftext|>"]
-
-
-def heldout_documents(path: Path) -> list[str]:
-    """The texts of the documents in ``heldout.txt``."""
-    before, after = HELDOUT_MARK.split("{name}")
-    parts = path.read_text(encoding="utf-8").split(before)[1:]
-    return [part.split(after, 1)[1].strip() for part in parts]
 
 
 def pack(dialogue_ids: list[list[int]], row: int) -> np.ndarray:
@@ -66,11 +58,7 @@ def main(argv: list[str]) -> int:
     template = AutoTokenizer.from_pretrained(directory)
     rendered = [str(template.apply_chat_template(messages, tools=tools or None, tokenize=False)) for messages, tools in talk]
     chat = [[*encoding.ids, END] for encoding in tokenizer.encode_batch_fast(rendered)]
-    held = heldout_documents(out / "heldout.txt")
-    heldout = [[*encoding.ids, END] for encoding in tokenizer.encode_batch_fast(held)]
-    arrays = {"text": np.concatenate(text), "chat": pack(chat, ROW),
-              "heldout": np.array(sum(heldout, []), dtype=np.uint16),
-              "heldout_bytes": np.array(sum(len(d.encode()) for d in held))}
+    arrays = {"text": np.concatenate(text), "chat": pack(chat, ROW)}
     np.savez_compressed(out / "tokens.npz", **arrays)
     for example in rendered[:3]:
         print(example)

@@ -21,14 +21,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from .config import TEXT
-from .decode import accepted_drafts, greedy, known_share
+from .decode import greedy
 from .network import Network, parameter_name
 from .optimizer import Optimizer
-from .prepare import END, ROW
+from .prepare import ROW
 
 DRAFT_ROWS = 4  # one row in so many also trains the MTP layer in the first part
 DRAFT_WEIGHT = 0.15
@@ -42,8 +41,6 @@ class Data:
         arrays = np.load(path)
         self.text = torch.from_numpy(arrays["text"].astype(np.int32)).to(device)
         self.chat = torch.from_numpy(arrays["chat"].astype(np.int32)).to(device)
-        self.heldout = torch.from_numpy(arrays["heldout"].astype(np.int64)).to(device)
-        self.heldout_bytes = int(arrays["heldout_bytes"])
 
     def batch(self, rows: int, talk: float) -> Tensor:
         chat = round(rows * talk)
@@ -136,48 +133,15 @@ def round_weights(network: Network) -> None:
             parameter.copy_(parameter.bfloat16())
 
 
-@torch.no_grad()
-def measure(network: Network, data: Data, folder: Path) -> dict[str, Any]:
-    """Held-out bits per byte (documents in windows of 2048 tokens), and of greedy continuations of held-out prompts the
-    share of known words and the share of accepted drafts."""
-    nats, stream = 0.0, data.heldout.tolist()
-    documents: list[list[int]] = [[]]
-    for token in stream:
-        documents[-1].append(token)
-        if token == END:
-            documents.append([])
-    for document in documents[:-1]:
-        for at in range(0, len(document) - 1, 2048):
-            piece = torch.tensor([[END, *document][at: at + 2049]], device=data.heldout.device)
-            logits = network.lm_head(network.hidden(piece[:, :-1]))
-            nats += F.cross_entropy(logits[0].float(), piece[0, 1:], reduction="sum").item()
-    prompts = [d[at: at + PROMPT] for d in documents[:-1] for at in range(0, len(d) - 2 * PROMPT, 2 * PROMPT)]
-    own = greedy(network, prompts, PROMPT + 256)
-    accepted, proposed = accepted_drafts(network, own, PROMPT)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-    known = set((folder / "words.txt").read_text(encoding="utf-8").split())
-    shares = [known_share(tokenizer.decode(row[PROMPT:]), known) for row in own.tolist()]
-    for row in own[:: max(1, len(own) // 4)].tolist():
-        print(repr(tokenizer.decode(row[:PROMPT])), "->", repr(tokenizer.decode(row[PROMPT:])), flush=True)
-    for question in ("What does the len function do?", "What is the json module?", "What is a generator?", "Who are you?",
-                     "What does os.path.join do?", "What is 3 + 4?"):
-        chat = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n").ids
-        answer = greedy(network, [chat], len(chat) + 60)[0, len(chat):].tolist()
-        print(repr(question), "->", repr(tokenizer.decode(answer, skip_special_tokens=False).split("<|im_end|>")[0]), flush=True)
-    return {"heldout_bits_per_byte": round(nats / math.log(2) / data.heldout_bytes, 4), "prompts": len(prompts),
-            "known_word_share": round(sum(k for k, _ in shares) / max(1, sum(n for _, n in shares)), 4),
-            "draft_acceptance": round(accepted / proposed, 4)}
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m duovolt.tiny.train", description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=380, help="length of the first part")
-    parser.add_argument("--draft-seconds", type=float, default=70, help="length of the second part")
+    parser.add_argument("--seconds", type=float, default=405, help="length of the first part")
+    parser.add_argument("--draft-seconds", type=float, default=75, help="length of the second part")
     parser.add_argument("--rows", type=int, default=64, help=f"rows of {ROW} tokens a step")
-    parser.add_argument("--own-rows", type=int, default=3072, help="greedy rows made for the second part")
-    parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--own-rows", type=int, default=2560, help="greedy rows made for the second part")
+    parser.add_argument("--peak", type=float, default=8e-3, help="highest learning rate")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
@@ -202,9 +166,6 @@ def main(argv: list[str]) -> int:
     save_file(weights, args.out / "weights.safetensors")
     result = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
               "parts": parts, "largest_weight": max(value.abs().max().item() for value in weights.values())}
-    (args.out / "training.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    with trainer.autocast():
-        result |= measure(network, data, args.data)
     (args.out / "training.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
     return 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from duovolt.tiny.config import TEXT
-from duovolt.tiny.decode import EMITTED, accepted_drafts, greedy, known_share
+from duovolt.tiny.decode import EMITTED, accepted_drafts, greedy
 from duovolt.tiny.network import DRAFTS, Network, rope_table
 
 torch.set_num_threads(1)
