@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
-_SPINS = 50
-_YIELD_SECONDS = 0.002
-_NAPS = ((0.05, 0.0001), (float("inf"), 0.001))  # (waited up to, nap) in seconds
+_SPIN_SECONDS = 0.0001
+_NAPS = ((0.05, 0.00002), (float("inf"), 0.001))  # (waited up to, nap) in seconds
+_PR_SET_TIMERSLACK = 29
+_TIMER_SLACK_NS = 1000
+
+
+def sharpen_naps() -> None:
+    """Let this thread's short sleeps end within a microsecond of their time instead of the usual 50."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
 
 
 def wait_for(look: Callable[[], T | None], timeout_seconds: float) -> T | None:
     """Call `look` until it returns something, at most `timeout_seconds` of wall time; None on expiry.
 
-    First it spins (the peer is usually microseconds away), then gives its core away each time, then naps: two ranks,
-    the proxy and a client may share two cores.
+    It spins briefly, as the peer is usually microseconds away, and then naps: two ranks, the proxy and a client may
+    share two cores, and a process that sleeps is woken sooner than one that has spent its share of the core.
     """
-    for _ in range(_SPINS):
-        found = look()
-        if found is not None:
-            return found
     start = time.monotonic()
     while True:
         found = look()
@@ -32,7 +34,5 @@ def wait_for(look: Callable[[], T | None], timeout_seconds: float) -> T | None:
         waited = time.monotonic() - start
         if waited >= timeout_seconds:
             return None
-        if waited < _YIELD_SECONDS:
-            os.sched_yield()
-        else:
+        if waited >= _SPIN_SECONDS:
             time.sleep(next(nap for limit, nap in _NAPS if waited < limit))

@@ -15,6 +15,7 @@ from ..parallel.lockstep import Lockstep, SharedLockstep, SoloLockstep
 from ..parallel.mailbox import Mailbox
 from ..parallel.region import ProgressCounter, Region
 from ..parallel.shared import SharedFile
+from ..parallel.waiting import sharpen_naps
 from .backends import build_engine, versions
 from .identity import RankIdentity, read_identity, scripted_identity
 from .loop import RankLoop
@@ -29,6 +30,7 @@ _LINGER_MS = 500  # a failing rank's last word may take this long to leave
 def run_rank(options: RankOptions) -> int:
     """Serve until the proxy says stop; returns the exit code."""
     _tie_to_parent(options.parent)
+    sharpen_naps()
     _set_name(f"duovolt rank {options.rank}")
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

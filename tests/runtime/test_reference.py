@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -104,16 +103,13 @@ def test_echo_scores_the_prompt(two: Server) -> None:
     assert answer.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
 
 
-@pytest.mark.parametrize("fault", ["DUOVOLT_LOCKSTEP_FAULT=0:2:hash", "DUOVOLT_MAILBOX_FAULT=1:60:stale"])
-def test_faults_between_real_ranks_end_the_answer_and_the_ranks_come_back(
-    start_server: Start, folder: Path, fault: str
-) -> None:
-    door, value = fault.split("=")
-    server = start_server(folder / "ranks-2", "--max-context", "512", "--watchdog-seconds", "4", **{door: value})
+def test_a_fault_between_real_ranks_ends_the_answer_and_the_ranks_come_back(start_server: Start, folder: Path) -> None:
+    fault = {"DUOVOLT_MAILBOX_FAULT": "1:60:stale"}
+    server = start_server(folder / "ranks-2", "--max-context", "512", "--watchdog-seconds", "4", **fault)
     with server.client(60) as client:
         broken = client.post(CHAT, json=GREEDY)
     assert broken.status_code == 503
-    assert re.search("TP2 LOCKSTEP FAILURE|no answer from rank 1 at mailbox step", broken.json()["error"]["message"])
+    assert "no answer from rank 1 at mailbox step 60 within 2 s" in broken.json()["error"]["message"]
     server.wait_log("ready on", count=2)
     assert len(tokens(server, GREEDY)) == 24
 
