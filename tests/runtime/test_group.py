@@ -1,0 +1,147 @@
+"""The handshake, the comparison of the ranks' streams, and a rank's ties to its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from duovolt.runtime.messages import TokenEvent
+from duovolt.runtime.parallel.region import region_bytes
+from duovolt.runtime.parallel.shared import SharedFile
+from duovolt.runtime.proxy.group import RankFault, RankGroup
+from duovolt.runtime.proxy.options import ServeOptions
+from duovolt.runtime.proxy.plan import ServePlan, make_plan
+from duovolt.runtime.rank.options import RankOptions
+from duovolt.runtime.rank.wire import Failed, Hello, Step, decode_to_proxy
+
+from .conftest import gone, leftovers
+from .stub_model import make_ranks, write_script
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> ServePlan:
+    script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
+    return make_plan(ServeOptions(ranks=make_ranks(tmp_path / "ranks", 2), backend=f"scripted:{script}", quiet=True))
+
+
+def test_a_rank_of_another_conversion_is_refused_and_all_are_ended(plan: ServePlan) -> None:
+    other = replace(plan, identity=replace(plan.identity, conversion_id="another"))
+
+    async def start() -> list[int]:
+        group = RankGroup(other, lambda events: None, first=True)
+        with pytest.raises(RankFault, match=r"rank \d refused: its conversion id is none, expected another") as fault:
+            await group.start()
+        assert fault.value.exit_code == 2
+        await group.stop()
+        return [process.pid for process in group._processes]
+
+    pids = asyncio.run(start())
+    assert len(pids) == 2
+    assert all(gone(pid) for pid in pids)
+    assert leftovers(os.getpid()) == []
+
+
+def event(request_id: int, tokens: list[int], finish: str | None = None) -> TokenEvent:
+    return TokenEvent(request_id, tokens, [], finish, 0, 0, 1)
+
+
+def relay(plan: ServePlan, streams: list[list[tuple[int, Step]]]) -> tuple[list[Any], RankFault | None]:
+    """Feed steps as (rank, step) in order; what was relayed, and the fault."""
+
+    async def run() -> tuple[list[Any], RankFault | None]:
+        relayed: list[Any] = []
+        group = RankGroup(plan, relayed.append, first=True)
+        for rank, step in (item for stream in streams for item in stream):
+            group._take(rank, step)
+        fault = group.fault.result() if group.fault.done() else None
+        await group.stop()
+        return relayed, fault
+
+    return asyncio.run(run())
+
+
+def test_events_are_relayed_once_both_ranks_have_given_them(plan: ServePlan) -> None:
+    steps = [Step(1, [event(1, [5, 6])]), Step(2, [event(1, [7], "stop")])]
+    assert relay(plan, [[(0, step) for step in steps]]) == ([], None)
+    relayed, fault = relay(plan, [[(0, step) for step in steps], [(1, steps[0])]])
+    assert (relayed, fault) == ([steps[0].events], None)
+    relayed, fault = relay(plan, [[(1, step) for step in steps], [(0, step) for step in steps]])
+    assert (relayed, fault) == ([step.events for step in steps], None)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Step(1, [event(1, [5, 7])]),
+        Step(1, [event(2, [5, 6])]),
+        Step(1, [event(1, [5, 6], "stop")]),
+        Step(2, [event(1, [5, 6])]),
+        Step(1, []),
+    ],
+)
+def test_a_different_second_stream_stops_everything(
+    plan: ServePlan, other: Step, capsys: pytest.CaptureFixture[str]
+) -> None:
+    relayed, fault = relay(plan, [[(0, Step(1, [event(1, [5, 6])])), (1, other)]])
+    assert relayed == []
+    assert str(fault) == "the ranks gave different tokens"
+    assert "TP2 LOCKSTEP FAILURE" in capsys.readouterr().err
+
+
+def run_rank(tmp_path: Path, **changes: Any) -> tuple[int, list[Any], str]:
+    """Start one rank by hand: exit code, messages, error output."""
+    script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
+    shared = SharedFile.create(region_bytes())
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    endpoint = f"ipc://{tmp_path}/s"
+    socket.bind(endpoint)
+    options = RankOptions(
+        make_ranks(tmp_path / "ranks", 2) / "rank-1-of-2", 1, 2, endpoint, shared.name, os.getpid(), f"scripted:{script}",
+        100, 1, 0, 16, 281, 5.0,
+    )  # fmt: skip
+    command = [sys.executable, "-m", "duovolt", "rank", *replace(options, **changes).arguments()]
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=30)
+        messages = []
+        while socket.poll(200):
+            messages.append(decode_to_proxy(socket.recv()))
+    finally:
+        shared.unlink()
+        socket.close()
+        context.term()
+    return done.returncode, messages, done.stderr
+
+
+def test_a_rank_refuses_weights_that_are_not_its_own(tmp_path: Path) -> None:
+    code, messages, errors = run_rank(tmp_path, rank=0)
+    (message,) = messages
+    assert code == 2
+    assert isinstance(message, Failed)
+    assert "its weights are rank 1 of 2, asked to serve as rank 0 of 2" in message.message
+    assert errors == ""  # the proxy says it
+
+
+def test_a_rank_without_its_memory_or_its_parent_says_so(tmp_path: Path) -> None:
+    code, messages, _ = run_rank(tmp_path, shared="duovolt-1-1-00000000")
+    assert code == 3
+    assert isinstance(messages[-1], Failed) and "cannot open shared memory" in messages[-1].message
+    code, messages, errors = run_rank(tmp_path, parent=1)
+    assert (code, messages) == (3, [])
+    assert errors.startswith("duovolt: the proxy that started this rank is gone")
+
+
+def test_a_fault_door_that_makes_no_sense_is_said_before_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUOVOLT_LOCKSTEP_FAULT", "nonsense")
+    code, messages, _ = run_rank(tmp_path)
+    assert code == 2
+    assert [type(message) for message in messages] == [Hello, Failed]
+    assert "DUOVOLT_LOCKSTEP_FAULT='nonsense': expected RANK:NUMBER:KIND" in messages[1].message
