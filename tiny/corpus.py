@@ -3,9 +3,9 @@
 ``python -m duovolt.tiny.corpus SOURCES OUT`` reads an unpacked set of documentation packages (``SOURCES/root``) and
 wheels (``SOURCES/wheels``), both listed in ``README.md`` with their licences, and writes into ``OUT``
 ``documents.jsonl`` (training documents), ``facts.jsonl`` (what the training documents state about named objects),
-``heldout.txt``, ``words.txt`` and ``corpus.json``. Whole documents are held out, and a paragraph of a held-out document that occurs
-elsewhere is removed from the training documents; then what is left of the held-out documents loses every paragraph
-that still has :data:`SHARED_RUN` words in a row in common with a training document. ``corpus.json`` records it all.
+``heldout.txt``, ``words.txt`` and ``corpus.json``, which records it all. Whole documents are held out, and a paragraph
+of a held-out document that occurs elsewhere is removed from the training documents; then what is left of the held-out
+documents loses every paragraph that still has :data:`SHARED_RUN` words in a row in common with a training document.
 """
 
 from __future__ import annotations

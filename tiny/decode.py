@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .network import DRAFTS, Attention, Layer, LinearAttention, Network, rope_table, rotate
+from .network import DRAFTS, Attention, Layer, LinearAttention, Network, rope_table
 from .vocabulary import LEARNED, SPECIAL
 
 EMITTED = LEARNED + len(SPECIAL)  # ids from here on are padding rows
@@ -51,10 +51,13 @@ class RecurrentCache:
 
 def layer_step(layer: Layer, cache: AttentionCache | RecurrentCache, x: Tensor, rope: Tensor, position: int) -> Tensor:
     inner = layer.input_layernorm(x)
-    if isinstance(cache, AttentionCache):
-        x = x + cache.step(layer.self_attn, inner, rope, position)
+    mixer = layer.mixer
+    if isinstance(mixer, Attention) and isinstance(cache, AttentionCache):
+        x = x + cache.step(mixer, inner, rope, position)
+    elif isinstance(mixer, LinearAttention) and isinstance(cache, RecurrentCache):
+        x = x + cache.step(mixer, inner)
     else:
-        x = x + cache.step(layer.linear_attn, inner)
+        raise TypeError(f"layer and cache differ in kind: {type(mixer).__name__}, {type(cache).__name__}")
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
@@ -71,11 +74,12 @@ def greedy(network: Network, prompts: list[list[int]], length: int) -> Tensor:
     forced = forced.to(device)
     tokens = forced.clone()
     ropes = rope_table(torch.arange(length, device=device), network.c)
-    caches = [AttentionCache(layer.self_attn, rows, length, device, dtype) if hasattr(layer, "self_attn")
-              else RecurrentCache(layer.linear_attn, rows, device) for layer in network.layers]
+    layers = network.layer_list()
+    caches = [AttentionCache(layer.mixer, rows, length, device, dtype) if isinstance(layer.mixer, Attention)
+              else RecurrentCache(layer.mixer, rows, device) for layer in layers]
     for position in range(length - 1):
         x = network.embed_tokens(tokens[:, position: position + 1])
-        for layer, cache in zip(network.layers, caches, strict=True):
+        for layer, cache in zip(layers, caches, strict=True):
             x = layer_step(layer, cache, x, ropes[:, position: position + 1], position)
         chosen = network.lm_head(network.norm(x[:, 0]))[:, :EMITTED].argmax(-1)
         tokens[:, position + 1] = torch.where(forced[:, position + 1] < 0, chosen, forced[:, position + 1])

@@ -17,7 +17,7 @@ Message = dict[str, Any]
 Dialogue = tuple[list[Message], list[dict[str, Any]]]
 
 ANSWER_CHARACTERS = 230
-VERBS = set("""Return Set Compute Get Create Convert Add Check Calculate Read Find Remove Fit Write Evaluate Generate Test
+VERBS = """Return Set Compute Get Create Convert Add Check Calculate Read Find Remove Fit Write Evaluate Generate Test
 Construct Perform Make Plot Transform Parse Load Apply Predict Send Draw Close Update Estimate Determine Print Open
 Register Solve Run Delete Call Initialize Change Format Extract Insert Copy Split Encode Stop Move Handle Retrieve Use
 Clear Decode Replace Raise Bind Reset Process Start Execute Summarize Wait Iterate Ensure Validate Compare Append Build
@@ -26,11 +26,12 @@ Enable Disable Configure Define Delete Discard Merge Join Rename List Count Skip
 Unregister Restore Reverse Round Select Show Suspend Terminate Kill Translate Invoke Yield Import Install Force Fill
 Fetch Expand Escape Enter Exit Emit Dump Divide Decompress Compress Declare Concatenate Clone Change Cause Allow Allocate
 Multiply Pop Push Put Query Quote Rotate Resolve Provide Prepare Normalize Modify Lock Unlock Instruct Inspect Indicate
-Implement Hash Group Give Feed Estimate Duplicate Collect Block Attach Assign Ask Append Turn Strip Simulate Match""".split())
+Implement Hash Group Give Feed Estimate Duplicate Collect Block Attach Assign Ask Append Turn Strip Simulate Match"""
 
 FUNCTION_QUESTIONS = (
     "What does the {n} {k} do?", "What does {n} do?", "What does `{n}` do in Python?", "Explain the {n} {k}.",
-    "How does {n}() work?", "Tell me about the {n} {k}.", "What is {n} for?", "Describe {n}.", "what does {n} do", "What does {n}() do?",
+    "How does {n}() work?", "Tell me about the {n} {k}.", "What is {n} for?", "Describe {n}.", "what does {n} do",
+    "What does {n}() do?",
     "Can you explain what {n} does?", "I found {n}() in some code. What does it do?", "Please explain {n}.",
     "What is the {n} {k}?", "What does the {k} `{n}` do?", "what is {n}", "What is the purpose of {n}?",
     "When would I use {n}?", "In Python, what does {n} do?", "Give me a short description of {n}.",
@@ -69,9 +70,10 @@ SMALL_TALK = (
     (("Tell me a joke.", "Do you know a joke?", "Make me laugh."),
      "Why did the programmer leave the party? The code was not finished."),
 )
-CITIES = """Paris London Berlin Madrid Rome Vienna Prague Oslo Stockholm Helsinki Warsaw Lisbon Dublin Athens Budapest Tokyo
+CITY_NAMES = """Paris London Berlin Madrid Rome Vienna Prague Oslo Stockholm Helsinki Warsaw Lisbon Dublin Athens Budapest Tokyo
 Osaka Beijing Shanghai Delhi Mumbai Sydney Melbourne Toronto Montreal Chicago Boston Seattle Denver Austin Lima Bogota
-Cairo Nairobi Lagos Tunis Hamburg Munich Zurich Geneva Milan Naples Porto Seville Krakow Riga Vilnius Tallinn Sofia""".split()
+Cairo Nairobi Lagos Tunis Hamburg Munich Zurich Geneva Milan Naples Porto Seville Krakow Riga Vilnius Tallinn Sofia"""
+CITIES, KNOWN_VERBS = CITY_NAMES.split(), set(VERBS.split())
 SKIES = ("sunny", "cloudy", "rainy", "windy", "foggy", "clear", "snowy")
 
 
@@ -97,11 +99,11 @@ def third_person(sentence: str) -> str | None:
     """``Return the x.`` to ``returns the x.``; None where the sentence does not start with a known verb."""
     first, _, rest = sentence.partition(" ")
     rest = re.sub(r"(\band|; otherwise,?|, otherwise) return\b", r"\1 returns", rest)
-    if first in VERBS and rest:
+    if first in KNOWN_VERBS and rest:
         ending = "es" if first.endswith(("s", "sh", "ch", "x", "z")) else "s"
         stem = first[:-1] + "i" if first.endswith("y") and first[-2] not in "aeiou" else first
         return stem.lower() + ("es" if stem != first else ending) + " " + rest
-    if first.endswith("s") and (first[:-1] in VERBS or first[:-2] in VERBS) and rest:
+    if first.endswith("s") and (first[:-1] in KNOWN_VERBS or first[:-2] in KNOWN_VERBS) and rest:
         return first.lower() + " " + rest
     return None
 
@@ -115,7 +117,7 @@ def kind_of(fact: Fact) -> str:
 def statement(fact: Fact, name: str) -> str:
     """The answer: the first sentences of the documentation as a statement about ``name``; empty if none fit."""
     text = first_sentences(re.sub(r"\s*[^.]*:$", "", fact.text.strip()) or fact.text, ANSWER_CHARACTERS)
-    if not text or not text[0].isalpha() and text[0] != "`":
+    if not text or not (text[0].isalpha() or text[0] == "`"):
         return ""
     verb = third_person(text)
     if verb:
@@ -141,6 +143,7 @@ def exchange(fact: Fact, name: str, draw: random.Random, siblings: dict[str, Fac
     kind = kind_of(fact)
     answer = statement(fact, name)
     short = third_person(first_sentences(fact.text, 110))
+    questions: tuple[str, ...]
     if fact.kind == "module":
         questions = MODULE_QUESTIONS
     elif fact.kind == "term":
@@ -182,7 +185,7 @@ TOOLS = {"get_weather": function_tool("get_weather", "Get the weather of a city.
 def tool_dialogue(draw: random.Random, facts: list[tuple[Fact, str]]) -> Dialogue:
     """A question that a tool answers: the call (sometimes two in parallel), its result, the final words."""
     name = draw.choice(list(TOOLS))
-    offered = draw.sample([t for t in TOOLS if t != name], draw.choice((0, 0, 1, 1, 2))) + [name]
+    offered = [*draw.sample([t for t in TOOLS if t != name], draw.choice((0, 0, 1, 1, 2))), name]
     draw.shuffle(offered)
     calls: list[tuple[str, str]] = []
     if name == "get_weather":
@@ -194,7 +197,8 @@ def tool_dialogue(draw: random.Random, facts: list[tuple[Fact, str]]) -> Dialogu
         answer = " ".join(f"It is {t} degrees and {sky} in {c}." for c, (t, sky) in zip(cities, skies, strict=True))
     elif name == "get_time":
         city, clock = draw.choice(CITIES), f"{draw.randint(0, 23):02}:{draw.randint(0, 59):02}"
-        question = draw.choice(("What time is it in {}?", "Tell me the time in {}.", "What is the local time in {}?")).format(city)
+        question = draw.choice(("What time is it in {}?", "Tell me the time in {}.", "What is the local time in {}?"
+                                )).format(city)
         calls, answer = [(city, clock)], f"It is {clock} in {city}."
     elif name == "lookup":
         fact, shown = draw.choice(facts)

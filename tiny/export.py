@@ -29,7 +29,8 @@ def vision_shapes() -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "patch_embed.proj.weight": (size, VISION["in_channels"], frames, patch, patch), "patch_embed.proj.bias": (size,),
         "pos_embed.weight": (VISION["num_position_embeddings"], size)}
-    layers = {"merger.norm": (size,), "merger.linear_fc1": (merged, merged), "merger.linear_fc2": (VISION["out_hidden_size"], merged)}
+    layers = {"merger.norm": (size,), "merger.linear_fc1": (merged, merged),
+              "merger.linear_fc2": (VISION["out_hidden_size"], merged)}
     for block in range(VISION["depth"]):
         layers |= {f"blocks.{block}.{name}": shape for name, shape in {
             "norm1": (size,), "norm2": (size,), "attn.qkv": (3 * size, size), "attn.proj": (size, size),
@@ -60,7 +61,7 @@ def write_shards(weights: dict[str, Tensor], directory: Path) -> None:
     for name in sorted(weights):
         shards[min(SHARDS - 1, written * SHARDS // total)][name] = weights[name]
         written += weights[name].nbytes
-    places = {}
+    places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{SHARDS:05}.safetensors"
         (directory / file).write_bytes(save(shard, metadata={"format": "pt"}))

@@ -227,7 +227,7 @@ class Layer(nn.Module):
         self.mlp = MLP(c)
 
     @property
-    def mixer(self) -> nn.Module:
+    def mixer(self) -> Attention | LinearAttention:
         return self.self_attn if hasattr(self, "self_attn") else self.linear_attn
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -254,8 +254,9 @@ class MTP(nn.Module):
         the main model's hidden states), and its own entries of the later steps. Appends this step's to ``earlier``.
         """
         layer = self.layers[0]
+        assert isinstance(layer, Layer) and isinstance(layer.mixer, Attention)
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)), dim=-1)).float()
-        attention = layer.self_attn
+        attention = layer.mixer
         q, k, v, gate = attention.project(layer.input_layernorm(x), rope)
         k, v = attention.wide(k), attention.wide(v)
         earlier.append((k, v))
@@ -283,12 +284,19 @@ class Network(nn.Module):
         self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.lm_head = linear(c["hidden_size"], c["vocab_size"])
         self.mtp = MTP(c)
+        self.draw_weights()
+
+    def draw_weights(self) -> None:
+        """Normal matrices scaled to their inputs; small ones where a layer writes into the residual stream."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 width = parameter.shape[1] if name != "embed_tokens.weight" else 4
                 nn.init.normal_(parameter, std=0.5 * width ** -0.5 if "lm_head" not in name else 0.01)
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 parameter.data.mul_(0.3)
+
+    def layer_list(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens [B, T] to the state after the final norm, [B, T, hidden size] float32."""
@@ -303,7 +311,8 @@ class Network(nn.Module):
         reads token i + j and stands for position i + j: its head predicts token i + j + 1."""
         length = tokens.shape[1] - DRAFTS
         embeddings = self.embed_tokens(tokens)
-        state, earlier, outputs = hidden[:, :length], [], []  # type: ignore[var-annotated]
+        state, outputs = hidden[:, :length], []
+        earlier: list[tuple[Tensor, Tensor]] = []
         for step in range(1, DRAFTS + 1):
             rope = rope_table(torch.arange(step - 1, step - 1 + length, device=tokens.device), self.c)
             state = self.mtp.step(embeddings[:, step: step + length], state, rope, earlier)

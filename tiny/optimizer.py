@@ -25,8 +25,8 @@ def orthogonal(x: Tensor) -> Tensor:
 class Muon:
     """Momentum, orthogonalised per matrix, scaled to the root mean square of an Adam step (Liu et al., 2025)."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        shapes: dict[torch.Size, list[nn.Parameter]] = {}
+    def __init__(self, parameters: list[Tensor]) -> None:
+        shapes: dict[torch.Size, list[Tensor]] = {}
         for parameter in parameters:
             shapes.setdefault(parameter.shape, []).append(parameter)
         self.groups = list(shapes.values())
@@ -46,7 +46,8 @@ class Optimizer:
     """Both optimizers over the parameters that require a gradient; ``step(rate)`` sets the rate of the step."""
 
     def __init__(self, network: nn.Module) -> None:
-        matrices, others = [], []
+        matrices: list[Tensor] = []
+        others: list[Tensor] = []
         for name, parameter in network.named_parameters():
             if parameter.requires_grad:
                 small = parameter.dim() != 2 or "in_proj_a" in name or "in_proj_b" in name

@@ -179,7 +179,7 @@ class RstText:
             text = line.strip()
             if text.startswith(":"):
                 continue
-            if not prose and (signatures and signatures[-1].endswith("\\") or re.match(r"^[\w.]+\(.*\)$", text)):
+            if not prose and ((signatures and signatures[-1].endswith("\\")) or re.match(r"^[\w.]+\(.*\)$", text)):
                 signatures.append(text)
             else:
                 prose.append(line)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from duovolt.tiny.config import TEXT
-from duovolt.tiny.network import DRAFTS, Network, parameter_name
+from duovolt.tiny.network import Network, parameter_name
 
 torch.set_num_threads(1)
 transformers = pytest.importorskip("transformers")
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 def pair():
     torch.manual_seed(7)
     network = Network(TEXT)
-    for name, parameter in network.named_parameters():  # no weight may sit at a value that hides it
+    for parameter in network.parameters():  # no weight may sit at a value that hides it
         if parameter.dim() == 1:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     config = transformers.Qwen3_5TextConfig(**{k: v for k, v in copy.deepcopy(TEXT).items() if k != "dtype"})
@@ -41,7 +41,8 @@ def test_logits_equal_transformers(pair, length):
 def test_gradients_equal_transformers(pair):
     network, reference = pair
     tokens = torch.randint(0, 3000, (2, 100), generator=torch.Generator().manual_seed(1))
-    for model, logits in ((network, lambda: network.lm_head(network.hidden(tokens))), (reference, lambda: reference(tokens).logits)):
+    for model, logits in ((network, lambda: network.lm_head(network.hidden(tokens))),
+                          (reference, lambda: reference(tokens).logits)):
         model.zero_grad()
         torch.nn.functional.cross_entropy(logits()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     theirs = {name: p.grad for name, p in reference.named_parameters()}

@@ -71,7 +71,8 @@ def test_rst_facts():
 
 def test_html_keeps_prose_and_code_and_drops_navigation():
     page = ("<head><title>t</title></head><body><div class='related'>home <div>x</div></div><h1>Top¶</h1><p>One "
-            "<code>two</code>\n three &amp; four.</p><ul><li>item</li></ul><pre>a = 1\n  b</pre><table><tr><td>1</td></tr></table></body>")
+            "<code>two</code>\n three &amp; four.</p><ul><li>item</li></ul><pre>a = 1\n  b</pre>"
+            "<table><tr><td>1</td></tr></table></body>")
     assert HtmlText(page).paragraphs == ["# Top", "One `two` three & four.", "- item", "    a = 1\n      b"]
 
 
@@ -97,7 +98,8 @@ def test_statements_speak_in_the_third_person():
     assert third_person("Search here.") == "searches here."
     assert third_person("Display it.") == "displays it."
     assert third_person("The thing.") is None
-    assert statement(Fact("function", "len", "len(s)", "Return the length of s."), "len") == "The `len` function returns the length of s."
+    fact = Fact("function", "len", "len(s)", "Return the length of s.")
+    assert statement(fact, "len") == "The `len` function returns the length of s."
     assert statement(Fact("term", "atom", "atom", "The smallest thing."), "atom") == "Atom: The smallest thing."
 
 
@@ -122,7 +124,7 @@ def test_tool_dialogue_calls_an_offered_tool_and_answers_with_its_result():
         assert len(calls) == len(results)
         assert {c["name"] for c in calls} <= {tool["function"]["name"] for tool in tools}
         if calls[0]["name"] == "calculate":
-            assert eval(calls[0]["arguments"]["expression"]) == int(results[0])  # noqa: S307 - "a sign b" made above
+            assert eval(calls[0]["arguments"]["expression"]) == int(results[0])
 
 
 def test_heldout_documents_share_nothing_with_the_training_documents():
