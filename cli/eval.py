@@ -46,13 +46,23 @@ def line(directory: Path, quality: Quality) -> str:
     )
 
 
+def comparison(name: str, quality: Quality, first_name: str, first: Quality) -> str:
+    """What the later directory lost or gained against the first."""
+    bits = quality.bits_per_byte - first.bits_per_byte
+    return (
+        f"{name} against {first_name}: {bits:+.4f} bits a byte ({bits / first.bits_per_byte:+.2%}), "
+        f"acceptance {100 * (quality.acceptance - first.acceptance):+.1f} points"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     text = _text(args.text, "heldout.txt")
     words = set(_text(args.words, "words.txt").split())
     protocol = Protocol(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Protocol)})
     if bad := [name for name, value in dataclasses.asdict(protocol).items() if value < (0 if name == "drafts" else 1)]:
         raise InputError(f"--{bad[0].replace('_', '-')}: at least 1.")
-    found = {}
+    found: dict[str, dict[str, float]] = {}
+    first: tuple[str, Quality] | None = None
     for directory in args.directories:
         total = protocol.score_bytes + protocol.prompts * protocol.continuation
         with byte_bar(f"eval {directory.name}", total, args.quiet) as tick:
@@ -60,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
         found[str(directory)] = dataclasses.asdict(quality) | {"acceptance": quality.acceptance}
         if not (args.json or args.quiet):
             print(line(directory, quality), flush=True)
+            if first is not None:
+                print(comparison(directory.name, quality, *first), flush=True)
+        first = first or (directory.name, quality)
     if args.json:
         print(json.dumps(found, indent=1))
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer
 
 from ..checkpoint.errors import InputError
@@ -19,7 +20,8 @@ from ..runtime.messages import GenerateRequest, SamplingParams, TokenEvent
 from ..runtime.parallel.base import SoloCollective
 
 DOCUMENT_START = "<|endoftext|>"
-WORD = re.compile(r"[a-z]+")
+DOCUMENT = re.compile(r"^=== document: .* ===$", re.MULTILINE)
+WORD = re.compile(r"(?<![A-Za-z_])[a-z]{2,}(?![A-Za-z_])")  # prose, not parts of identifiers
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,22 @@ class Protocol:
     """What is measured: windows for scoring, prompts for continuing (both in tokens)."""
 
     window: int = 512
-    score_bytes: int = 40_000
+    score_bytes: int = 80_000
     prompts: int = 10
     prompt_tokens: int = 64
-    continuation: int = 64
+    continuation: int = 128
     drafts: int = 3
 
 
 def documents(text: str) -> list[str]:
-    """The documents of a held-out file: separated by lines that hold `<|endoftext|>`."""
-    found = [part.strip("\n") for part in text.split(DOCUMENT_START)]
-    return [part for part in found if part.strip()]
+    """The documents of a held-out file, each begun by a line `=== document: NAME ===`; a file without one is one."""
+    return [part.strip() for part in DOCUMENT.split(text) if part.strip()]
+
+
+def known_words(continuation: str, words: set[str]) -> tuple[int, int]:
+    """(known, all) words of one continuation; its first and last, which may be cut, do not count."""
+    found = WORD.findall(continuation.partition(" ")[2].rpartition(" ")[0])
+    return sum(word in words for word in found), len(found)
 
 
 def _finish(engine: Engine) -> Iterator[TokenEvent]:
@@ -75,6 +82,7 @@ def _score(
     for text in texts:
         if total >= protocol.score_bytes:
             break
+        text = text.encode()[: protocol.score_bytes - total].decode(errors="ignore")
         ids = [start, *tokenizer.encode(text, add_special_tokens=False).ids]
         for first in range(0, len(ids) - 1, protocol.window):
             window = ids[first : first + protocol.window + 1]
@@ -132,6 +140,7 @@ def measure(directory: Path, text: str, words: set[str], protocol: Protocol, tic
     if not path.exists():
         raise InputError(f"{path}: no such file; quality is measured on text, which needs the tokenizer.")
     tokenizer = Tokenizer.from_file(str(path))
+    torch.set_num_threads(1)  # the ops are small: more threads only wait for one another
     context = max(protocol.window + 1, protocol.prompt_tokens + protocol.continuation) + 8
     settings = EngineSettings(max_context=context, drafts=protocol.drafts)
     engine = load_engine(directory, SoloCollective(), settings)
@@ -140,13 +149,14 @@ def measure(directory: Path, text: str, words: set[str], protocol: Protocol, tic
     started = time.perf_counter()
     answers, proposed, accepted = _continue(engine, _prompts(tokenizer, texts, protocol), protocol, tick)
     seconds = time.perf_counter() - started
-    seen = [word for answer in answers for word in WORD.findall(tokenizer.decode(answer).lower())]
+    counts = [known_words(tokenizer.decode(answer), words) for answer in answers]
+    known, seen = (sum(column) for column in zip(*counts, strict=True))
     generated = sum(map(len, answers))
     return Quality(
         bits_per_byte=bits / max(1, scored),
         scored_bytes=scored,
-        known_word_share=sum(word in words for word in seen) / max(1, len(seen)),
-        words=len(seen),
+        known_word_share=known / max(1, seen),
+        words=seen,
         drafts=protocol.drafts,
         proposed=proposed,
         accepted=accepted,
