@@ -90,10 +90,10 @@ class AnswerReader:
     def _take(self, event: TokenEvent) -> Update:
         if event.finish_reason in ("error", "cancelled"):
             raise ApiError(503, event.error or "the answer was cancelled", kind="server_error", code="engine_error")
-        taken = self._assembler.tokens
+        before = self._assembler.tokens
         for token in event.tokens:
             self._assembler.feed(token)
-        taken = self._assembler.tokens - taken
+        taken = self._assembler.tokens - before  # those after a stop do not count
         if event.finish_reason is not None:
             self._assembler.end(event.finish_reason)
         now = time.monotonic()

@@ -33,9 +33,6 @@ class Delta:
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
-
 
 class _Part(Enum):
     REASONING = auto()

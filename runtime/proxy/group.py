@@ -148,6 +148,7 @@ class RankGroup:
             *options.arguments(),
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to the proxy alone, which decides what it means
         )
 
     def _endpoint(self, rank: int) -> str:
