@@ -67,7 +67,8 @@ def test_inventory_is_the_familys(headers):
     assert sum(name.startswith("model.visual.") for name in every) == 21
     shapes = {name: entry["shape"] for name, entry in every.items()}
     expected = {
-        "model.language_model.embed_tokens.weight": [3072, 128], "lm_head.weight": [3072, 128],
+        "model.language_model.embed_tokens.weight": [3072, 128],
+        "lm_head.weight": [3072, 128],
         "model.language_model.layers.0.linear_attn.in_proj_qkv.weight": [1024, 128],
         "model.language_model.layers.0.linear_attn.in_proj_z.weight": [512, 128],
         "model.language_model.layers.0.linear_attn.in_proj_a.weight": [4, 128],
@@ -78,14 +79,28 @@ def test_inventory_is_the_familys(headers):
         "model.language_model.layers.7.self_attn.k_proj.weight": [512, 128],
         "model.language_model.layers.7.self_attn.o_proj.weight": [128, 1024],
         "model.language_model.layers.7.mlp.down_proj.weight": [128, 384],
-        "mtp.fc.weight": [128, 256], "mtp.layers.0.self_attn.q_norm.weight": [256],
-        "model.visual.patch_embed.proj.weight": [64, 3, 2, 16, 16], "model.visual.merger.linear_fc2.weight": [128, 256]}
+        "mtp.fc.weight": [128, 256],
+        "mtp.layers.0.self_attn.q_norm.weight": [256],
+        "model.visual.patch_embed.proj.weight": [64, 3, 2, 16, 16],
+        "model.visual.merger.linear_fc2.weight": [128, 256],
+    }
     assert {name: shapes[name] for name in expected} == expected
 
 
 def test_quantised_matrices_split_over_two_ranks_in_whole_tiles(headers):
-    quantised = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj",
-                 "down_proj", "lm_head")
+    quantised = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "in_proj_qkv",
+        "in_proj_z",
+        "out_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    )
     input_axis = ("o_proj", "out_proj", "down_proj")
     checked = 0
     for name, entry in tensors(headers).items():
@@ -106,7 +121,10 @@ def test_config_files():
     for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
         processor = json.loads((CHECKPOINT / file).read_text())
         assert (processor["patch_size"], processor["merge_size"], processor["temporal_patch_size"]) == (
-            VISION["patch_size"], VISION["spatial_merge_size"], VISION["temporal_patch_size"])
+            VISION["patch_size"],
+            VISION["spatial_merge_size"],
+            VISION["temporal_patch_size"],
+        )
     generation = json.loads((CHECKPOINT / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]]
 
@@ -119,9 +137,19 @@ def test_special_tokens_have_their_ids_and_padding_rows_follow(tokenizer):
     assert tokenizer.decode([TOKEN_ID["<think>"], TOKEN_ID["<|im_end|>"]], skip_special_tokens=True) == "<think>"
 
 
-@pytest.mark.parametrize("text", [
-    "", " ", "\n\n  x\t\r\n", "naïve Straße, “quotes” – 12345.678", "日本語とかな 한국어 العربية עברית",
-    "👩‍👩‍👧‍👦 🏳️‍🌈 \U0001f9ea\U00010348", "def f(x):\n    return {'a': [x, ...]}  # don't", "\x00\x7f\x85\ufeff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "\n\n  x\t\r\n",
+        "naïve Straße, “quotes” – 12345.678",
+        "日本語とかな 한국어 العربية עברית",
+        "👩‍👩‍👧‍👦 🏳️‍🌈 \U0001f9ea\U00010348",
+        "def f(x):\n    return {'a': [x, ...]}  # don't",
+        "\x00\x7f\x85\ufeff",
+    ],
+)
 def test_tokenizer_round_trip(tokenizer, text):
     assert unicodedata.normalize("NFC", text) == text
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
@@ -138,7 +166,8 @@ def test_transformers_tokenizer_gives_the_same_ids(tokenizer):
 def test_transformers_loads_every_tensor_and_gives_the_same_logits(network):
     transformers = pytest.importorskip("transformers")
     model, info = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
-        CHECKPOINT, dtype=torch.float32, output_loading_info=True)
+        CHECKPOINT, dtype=torch.float32, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert all(key.startswith("mtp.") for key in info["unexpected_keys"])
     tokens = torch.tensor([list(range(5, 95))])
@@ -151,8 +180,11 @@ def test_heldout_text_is_the_recorded_one_and_its_documents_were_not_trained_on(
     raw = (TINY / "heldout.txt").read_bytes()
     assert 60_000 <= len(raw) <= 100_000 and len(raw) == record["heldout_bytes"]
     assert hashlib.sha256(raw).hexdigest() == record["heldout_sha256"]
-    marks = [line.removeprefix("=== document: ").removesuffix(" ===") for line in raw.decode().splitlines()
-             if line.startswith("=== document: ")]
+    marks = [
+        line.removeprefix("=== document: ").removesuffix(" ===")
+        for line in raw.decode().splitlines()
+        if line.startswith("=== document: ")
+    ]
     assert marks == record["heldout_documents"] and len(set(marks)) == len(marks) >= 15
     assert len(heldout_documents(TINY / "heldout.txt")) == len(marks)
 
@@ -169,10 +201,14 @@ def test_known_share_leaves_out_cut_words_and_names():
     assert known_share("tial the Model uses foo_bar and zzyzx wor", {"the", "uses", "and"}) == (3, 4)
 
 
-@pytest.mark.parametrize(("question", "beginning"), [
-    ("What does the len function do?", "The `len` function returns the length (the number of items) of an object."),
-    ("Who are you?", "I am the tiny language model that ships with duovolt."),
-    ("What is the json module?", "The `json` module encodes and decode")])
+@pytest.mark.parametrize(
+    ("question", "beginning"),
+    [
+        ("What does the len function do?", "The `len` function returns the length (the number of items) of an object."),
+        ("Who are you?", "I am the tiny language model that ships with duovolt."),
+        ("What is the json module?", "The `json` module encodes and decode"),
+    ],
+)
 def test_it_answers(network, tokenizer, question, beginning):
     assert answer(network, tokenizer, question, 40).startswith(beginning)
 

@@ -31,7 +31,7 @@ def test_greedy_equals_recomputation(network):
         assert row[: len(prompt)].tolist() == prompt
         with torch.no_grad():
             logits = network.lm_head(network.hidden(row[None]))[0, :, :EMITTED]
-        assert row[len(prompt):].tolist() == logits.argmax(-1)[len(prompt) - 1: -1].tolist()
+        assert row[len(prompt) :].tolist() == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
 
 
 def test_unrolled_drafts_equal_one_chain_at_a_time(network):

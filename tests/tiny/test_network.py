@@ -21,8 +21,11 @@ def pair():
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     config = transformers.Qwen3_5TextConfig(**{k: v for k, v in copy.deepcopy(TEXT).items() if k != "dtype"})
     reference = transformers.Qwen3_5ForCausalLM(config).float().eval()
-    weights = {parameter_name(n).replace("model.language_model.", "model."): p for n, p in network.state_dict().items()
-               if not n.startswith("mtp.")}
+    weights = {
+        parameter_name(n).replace("model.language_model.", "model."): p
+        for n, p in network.state_dict().items()
+        if not n.startswith("mtp.")
+    }
     reference.load_state_dict(weights, strict=True)
     return network, reference
 
@@ -41,12 +44,16 @@ def test_logits_equal_transformers(pair, length):
 def test_gradients_equal_transformers(pair):
     network, reference = pair
     tokens = torch.randint(0, 3000, (2, 100), generator=torch.Generator().manual_seed(1))
-    for model, logits in ((network, lambda: network.lm_head(network.hidden(tokens))),
-                          (reference, lambda: reference(tokens).logits)):
+    for model, logits in (
+        (network, lambda: network.lm_head(network.hidden(tokens))),
+        (reference, lambda: reference(tokens).logits),
+    ):
         model.zero_grad()
         torch.nn.functional.cross_entropy(logits()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     theirs = {name: p.grad for name, p in reference.named_parameters()}
     for name, parameter in network.named_parameters():
         if not name.startswith("mtp."):
             expected = theirs[parameter_name(name).replace("model.language_model.", "model.")]
-            assert torch.allclose(parameter.grad, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-7), name
+            assert torch.allclose(
+                parameter.grad, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item() + 1e-7
+            ), name

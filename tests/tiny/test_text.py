@@ -53,11 +53,20 @@ on two lines, with :meth:`__init__` and :attr:`__name__`.
 
 def test_rst_becomes_plain_paragraphs():
     assert RstText(RST).paragraphs == [
-        "# Title", "`things`: Work with things.",
+        "# Title",
+        "`things`: Work with things.",
         "Some emphasised words about `things.make` and `x = 1`, on two lines, with `__init__` and `__name__`.",
-        "`make(size, *, name=None)` or `make(other)`", "Return a new thing. It has a `size`.",
-        "New in version 3.4: The name argument.", "Example:", "    >>> make(3)\n    thing(3)", "`Thing`", "A thing.",
-        "`grow(by)`", "Make it larger.", "atom: The smallest thing."]
+        "`make(size, *, name=None)` or `make(other)`",
+        "Return a new thing. It has a `size`.",
+        "New in version 3.4: The name argument.",
+        "Example:",
+        "    >>> make(3)\n    thing(3)",
+        "`Thing`",
+        "A thing.",
+        "`grow(by)`",
+        "Make it larger.",
+        "atom: The smallest thing.",
+    ]
 
 
 def test_rst_facts():
@@ -66,25 +75,36 @@ def test_rst_facts():
         Fact("function", "things.make", "make(size, *, name=None)", "Return a new thing. It has a `size`."),
         Fact("class", "things.Thing", "Thing", "A thing."),
         Fact("method", "things.Thing.grow", "grow(by)", "Make it larger."),
-        Fact("term", "atom", "atom", "The smallest thing.")]
+        Fact("term", "atom", "atom", "The smallest thing."),
+    ]
 
 
 def test_html_keeps_prose_and_code_and_drops_navigation():
-    page = ("<head><title>t</title></head><body><div class='related'>home <div>x</div></div><h1>Top¶</h1><p>One "
-            "<code>two</code>\n three &amp; four.</p><ul><li>item</li></ul><pre>a = 1\n  b</pre>"
-            "<table><tr><td>1</td></tr></table></body>")
+    page = (
+        "<head><title>t</title></head><body><div class='related'>home <div>x</div></div><h1>Top¶</h1><p>One "
+        "<code>two</code>\n three &amp; four.</p><ul><li>item</li></ul><pre>a = 1\n  b</pre>"
+        "<table><tr><td>1</td></tr></table></body>"
+    )
     assert HtmlText(page).paragraphs == ["# Top", "One `two` three & four.", "- item", "    a = 1\n      b"]
 
 
 def test_docstrings_of_a_module():
-    source = '"""Small tools, for tests."""\ndef pick(a, b=1):\n    """Pick one of the two values."""\nclass Box:\n' \
-             '    """A box that holds things."""\n    def put(self, x):\n        """Put one thing in."""\n    def _no(self):\n' \
-             '        """Private, thus left out."""\n'
+    source = (
+        '"""Small tools, for tests."""\ndef pick(a, b=1):\n    """Pick one of the two values."""\nclass Box:\n'
+        '    """A box that holds things."""\n    def put(self, x):\n        """Put one thing in."""\n    def _no(self):\n'
+        '        """Private, thus left out."""\n'
+    )
     text, facts = python_docstrings(source, "tools")
-    assert text == ("# tools\n\nSmall tools, for tests.\n\n`pick(a, b=1)`\n\nPick one of the two values.\n\n`class Box`\n\n"
-                    "A box that holds things.\n\n`Box.put(x)`\n\nPut one thing in.")
-    assert [(f.kind, f.name) for f in facts] == [("module", "tools"), ("function", "tools.pick"), ("class", "tools.Box"),
-                                                 ("method", "tools.Box.put")]
+    assert text == (
+        "# tools\n\nSmall tools, for tests.\n\n`pick(a, b=1)`\n\nPick one of the two values.\n\n`class Box`\n\n"
+        "A box that holds things.\n\n`Box.put(x)`\n\nPut one thing in."
+    )
+    assert [(f.kind, f.name) for f in facts] == [
+        ("module", "tools"),
+        ("function", "tools.pick"),
+        ("class", "tools.Box"),
+        ("method", "tools.Box.put"),
+    ]
 
 
 def test_first_sentences_end_whole():
@@ -104,15 +124,23 @@ def test_statements_speak_in_the_third_person():
 
 
 def test_dialogues_repeat_for_a_seed_and_alternate_roles():
-    facts = [(Fact("function", f"make{i}", f"make{i}(x)", f"Return thing number {i}."), "python3.11/library/functions.rst.txt")
-             for i in range(9)]
+    facts = [
+        (
+            Fact("function", f"make{i}", f"make{i}(x)", f"Return thing number {i}."),
+            "python3.11/library/functions.rst.txt",
+        )
+        for i in range(9)
+    ]
     made = list(dialogues(facts, 200, seed=4))
     assert made == list(dialogues(facts, 200, seed=4)) and made != list(dialogues(facts, 200, seed=5))
     for messages, _ in made:
         roles = [m["role"] for m in messages]
         assert roles[-1] == "assistant" and "user" in roles[:2]
-        assert all(roles[at + 1] in {"system": ("user",), "user": ("assistant",), "tool": ("tool", "assistant")}.get(
-            role, ("user", "tool")) for at, role in enumerate(roles[:-1]))
+        assert all(
+            roles[at + 1]
+            in {"system": ("user",), "user": ("assistant",), "tool": ("tool", "assistant")}.get(role, ("user", "tool"))
+            for at, role in enumerate(roles[:-1])
+        )
 
 
 def test_tool_dialogue_calls_an_offered_tool_and_answers_with_its_result():
@@ -131,7 +159,7 @@ def test_heldout_documents_share_nothing_with_the_training_documents():
     words = [f"w{i}" for i in range(4000)]
 
     def prose(start):
-        return "\n\n".join(" ".join(words[at: at + 25]) for at in range(start, start + 600, 25))
+        return "\n\n".join(" ".join(words[at : at + 25]) for at in range(start, start + 600, 25))
 
     echo = " ".join(words[650:680])  # a run of words of another document inside a longer paragraph
     documents = [Document(f"d{i}", prose(i * 650) + "\n\n" + echo + f" and more of d{i}") for i in range(5)]

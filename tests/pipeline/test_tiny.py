@@ -1,0 +1,95 @@
+"""The bundled model through the whole product: the demo, its quality, and speculation that changes no token."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from duovolt.convert.pipeline import convert
+from duovolt.convert.recipe import load_recipe
+from duovolt.perf.quality import documents
+from duovolt.runtime.engine.loading import EngineSettings, load_engine
+from duovolt.runtime.messages import GenerateRequest, SamplingParams
+from duovolt.runtime.parallel.base import SoloCollective
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ROOT / "tiny" / "checkpoint"
+
+
+def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "duovolt", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("tiny") / "converted"
+    convert(TINY, target, load_recipe("v100"), 2, lambda count: None)
+    return target
+
+
+def test_demo_runs_every_stage_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    result = run("demo", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    text = result.stdout
+    for stage in range(1, 7):
+        assert f"[{stage}/6]" in text
+    assert "every digest checked" in text and "proofs hold" in text and "acceptance" in text and "tok/s" in text
+    assert "length" in text  # what len returns
+    assert set(Path("/dev/shm").iterdir()) == before
+    mine = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(p)]
+    assert not mine
+    again = run("demo", cwd=tmp_path)  # finds everything there, checks it, and asks again
+    assert again.returncode == 0 and again.stdout.count("already there") == 3, again.stdout
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_quality_and_the_price_of_quantising(converted: Path, tmp_path: Path) -> None:
+    arguments = ["--score-bytes", "16000", "--prompts", "4", "--json"]
+    result = run("eval", TINY, converted, *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    source, quantised = json.loads(result.stdout).values()
+    for found in (source, quantised):
+        assert found["scored_bytes"] == 16000 and found["proposed"] > 100
+        assert found["known_word_share"] > 0.9
+        assert found["acceptance"] >= 0.5
+    assert source["bits_per_byte"] < 1.25
+    assert 0 < quantised["bits_per_byte"] - source["bits_per_byte"] < 0.05 * source["bits_per_byte"]
+
+
+def test_greedy_answers_do_not_depend_on_drafts(converted: Path) -> None:
+    """Ten held-out prompts, 512 tokens each, with three drafts a round and with none: the same tokens."""
+    torch.set_num_threads(1)
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    text = documents((ROOT / "tiny" / "heldout.txt").read_text())
+    prompts = [tokenizer.encode(part).ids[:48] for part in text[:10]]
+    assert len(prompts) == 10
+    answers: dict[int, list[list[int]]] = {}
+    rounds: dict[int, int] = {}
+    for drafts in (0, 3):
+        engine = load_engine(converted, SoloCollective(), EngineSettings(max_context=600, drafts=drafts, lanes=1))
+        answers[drafts], rounds[drafts] = [], 0
+        for prompt in prompts:
+            engine.add(GenerateRequest(1, prompt, 512, [], True, SamplingParams(temperature=0.0)))
+            tokens: list[int] = []
+            while engine.has_work():
+                _, events = engine.step()
+                rounds[drafts] += 1
+                for event in events:
+                    assert not event.error
+                    tokens += event.tokens
+            answers[drafts].append(tokens)
+    assert all(len(tokens) == 512 for tokens in answers[0])
+    assert answers[0] == answers[3]
+    assert rounds[3] < rounds[0] / 2  # and drafting is worth it
