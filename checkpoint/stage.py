@@ -20,10 +20,11 @@ from types import TracebackType
 from typing import IO, Any
 
 import msgspec
+import xxhash
 
-from .digest import digest_bytes, digest_file
+from .digest import digest_bytes, digest_file, file_blocks
 from .directory import INDEX, MANIFEST
-from .errors import EnvironmentFault, InputError
+from .errors import CheckFailed, EnvironmentFault, InputError
 from .manifest import FileRecord, Manifest
 
 LOCK = ".duovolt.lock"
@@ -181,6 +182,18 @@ def tidy(directory: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
+def recheck_finished(directory: Path, manifest: Manifest) -> None:
+    """Re-hash every file of a finished directory and tidy it. Raises CheckFailed for a missing or damaged one."""
+    with DirectoryLock(directory):
+        tidy(directory)
+        for name, record in manifest.files.items():
+            path = directory / name
+            if not path.is_file() or path.stat().st_size != record.size or digest_file(path) != record.digest:
+                raise CheckFailed(
+                    f"{path}: missing or damaged in a finished directory. Remove {directory} and run this stage again."
+                )
+
+
 class JournalEntry(msgspec.Struct, frozen=True):
     """One finished file: its record, and whatever the stage wants back when it resumes."""
 
@@ -285,6 +298,21 @@ class StageDirectory:
         self.files[name] = record
         with disk_errors(self.path):
             self._append(JournalEntry(name, record, note or {}))
+
+    def copy(self, source: Path, expected: FileRecord | None = None) -> None:
+        """Copy a file, under its own name, unless an earlier run did. Raises CheckFailed if it is not `expected`."""
+        if self.resume(source.name) is not None:
+            return
+        digest, size = xxhash.xxh3_128(), 0
+        with self.create(source.name) as handle:
+            for block in file_blocks(source):
+                digest.update(block)
+                size += len(block)
+                handle.write(block)
+            found = FileRecord(size=size, digest=digest.hexdigest())
+            if expected not in (None, found):
+                raise CheckFailed(f"{source}: {found}; the manifest says {expected}: changed since. Restore the file.")
+        self.finished(source.name, found)
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file whole."""

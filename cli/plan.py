@@ -11,12 +11,10 @@ from ..checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
     SourceRecord,
-    SourceRef,
-    TensorRecord,
     has_manifest,
     read_manifest,
 )
-from ..convert.plan import plan_conversion
+from ..convert.plan import plan_conversion, tensor_records
 from ..convert.recipe import load_recipe
 from ..convert.source import Source
 from ..model.config import FAMILY, ModelConfig
@@ -52,22 +50,7 @@ def planned_manifest(source_path: Path, recipe_name: str) -> Manifest:
     source = Source.open(source_path)
     recipe = load_recipe(recipe_name)
     plan = plan_conversion(source, recipe)
-    file_of = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
-    tensors = {}
-    for name, part in plan.parts.items():
-        entry = source.checkpoint.tensors[part.spec.name]
-        tensors[name] = TensorRecord(
-            weight=part.spec.name,
-            part=part.part,
-            encoding=part.encoding,
-            layout=part.layout,
-            dtype=part.stored.dtype,
-            shape=list(part.stored.shape),
-            canonical_shape=list(part.canonical_shape),
-            file=file_of[name],
-            digest="",
-            sources=[SourceRef(name=entry.name, dtype=entry.dtype, shape=list(entry.shape), digest="")],
-        )
+    tensors = tensor_records(source, plan, lambda name: "", lambda name: "")
     return Manifest(
         format_version=FORMAT_VERSION,
         stage="converted",

@@ -17,7 +17,7 @@ import xxhash
 
 from .. import __version__
 from ..checkpoint.container import NUMPY_DTYPE
-from ..checkpoint.digest import digest_file, digest_json, file_blocks
+from ..checkpoint.digest import digest_file, digest_json
 from ..checkpoint.directory import Checkpoint, read_json
 from ..checkpoint.encodings import fp8, nvfp4
 from ..checkpoint.encodings.plain import to_float32
@@ -26,18 +26,15 @@ from ..checkpoint.files import file_metadata
 from ..checkpoint.layouts import ROWS, layout_named
 from ..checkpoint.manifest import (
     FORMAT_VERSION,
-    FileRecord,
     Manifest,
     SourceRecord,
-    SourceRef,
-    TensorRecord,
     has_manifest,
     read_manifest,
 )
-from ..checkpoint.stage import DirectoryLock, StageDirectory, disk_errors, require_space, tidy
+from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
-from .plan import ConversionPlan, PlannedPart, plan_conversion
+from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .recipe import Recipe
 from .source import Advance, Source, SourceFacts, require_unchanged, row_band, scan
 
@@ -187,44 +184,6 @@ def _copied(source: Source) -> list[str]:
     return [name for name in source.checkpoint.side_files if name != HF_QUANT_CONFIG]
 
 
-def _write_side_files(source: Source, stage: StageDirectory) -> None:
-    for name in _copied(source):
-        if stage.resume(name) is not None:
-            continue
-        digest, size = xxhash.xxh3_128(), 0
-        with stage.create(name) as handle:
-            for block in file_blocks(source.checkpoint.path / name):
-                digest.update(block)
-                size += len(block)
-                handle.write(block)
-        stage.finished(name, FileRecord(size=size, digest=digest.hexdigest()))
-
-
-def _tensor_records(
-    source: Source, plan: ConversionPlan, facts: SourceFacts, digests: dict[str, str]
-) -> dict[str, TensorRecord]:
-    file_of = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
-    records = {}
-    for name, part in plan.parts.items():
-        entry = source.checkpoint.tensors[part.spec.name]
-        origin = SourceRef(
-            name=entry.name, dtype=entry.dtype, shape=list(entry.shape), digest=facts.tensors[entry.name].digest
-        )
-        records[name] = TensorRecord(
-            weight=part.spec.name,
-            part=part.part,
-            encoding=part.encoding,
-            layout=part.layout,
-            dtype=part.stored.dtype,
-            shape=list(part.stored.shape),
-            canonical_shape=list(part.canonical_shape),
-            file=file_of[name],
-            digest=digests[name],
-            sources=[origin],
-        )
-    return records
-
-
 def _source_record(source: Source, facts: SourceFacts) -> SourceRecord:
     hf_path = source.checkpoint.path / HF_QUANT_CONFIG
     return SourceRecord(
@@ -243,12 +202,7 @@ def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionR
             f"{target}: already holds {manifest.stage} directory {manifest.conversion_id}; this run would make "
             f"{identity}. Choose another directory."
         )
-    for name, record in manifest.files.items():
-        path = target / name
-        if not path.is_file() or path.stat().st_size != record.size or digest_file(path) != record.digest:
-            raise InputError(f"{path}: missing or damaged in a finished directory. Remove {target} and convert again.")
-    with DirectoryLock(target):
-        tidy(target)
+    recheck_finished(target, manifest)
     size = sum(entry.nbytes for entry in Checkpoint.open(target).tensors.values())
     return ConversionReport(manifest, source_bytes, size, [], True)
 
@@ -283,7 +237,8 @@ def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advan
                     )
                 else:
                     digests |= converter.write_file(stage, name, pool, identity)
-            _write_side_files(source, stage)
+            for name in _copied(source):
+                stage.copy(source.checkpoint.path / name)
             weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
             stage.put_index(weight_map, plan.nbytes)
         manifest = Manifest(
@@ -294,7 +249,7 @@ def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advan
             recipe=recipe.resolved(),
             tp_size=None,
             tp_rank=None,
-            tensors=_tensor_records(source, plan, facts, digests),
+            tensors=tensor_records(source, plan, lambda name: facts.tensors[name].digest, digests.__getitem__),
             files=dict(sorted(stage.files.items())),
             source=_source_record(source, facts),
             provenance={"tool": f"duovolt {__version__}"} | source.provenance(),

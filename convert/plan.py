@@ -1,12 +1,13 @@
 """The plan of a conversion: every tensor's encoding, layout, stored shape and file, from headers and recipe alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_OF_DTYPE, part_name
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import plan_files
 from ..checkpoint.layouts import CANONICAL, stored_form
-from ..checkpoint.manifest import PartName
+from ..checkpoint.manifest import PartName, SourceRef, TensorRecord
 from ..checkpoint.writer import Planned
 from ..model.inventory import TensorSpec
 from .recipe import Recipe
@@ -36,6 +37,32 @@ class ConversionPlan:
     def nbytes(self) -> int:
         """Bytes of tensor data in the converted directory."""
         return sum(part.stored.nbytes for part in self.parts.values())
+
+
+def tensor_records(
+    source: Source, plan: ConversionPlan, source_digest: Callable[[str], str], stored_digest: Callable[[str], str]
+) -> dict[str, TensorRecord]:
+    """The manifest's records of a plan, given the digests of source and stored tensors by name."""
+    file_of = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
+    records = {}
+    for name, part in plan.parts.items():
+        entry = source.checkpoint.tensors[part.spec.name]
+        origin = SourceRef(
+            name=entry.name, dtype=entry.dtype, shape=list(entry.shape), digest=source_digest(entry.name)
+        )
+        records[name] = TensorRecord(
+            weight=part.spec.name,
+            part=part.part,
+            encoding=part.encoding,
+            layout=part.layout,
+            dtype=part.stored.dtype,
+            shape=list(part.stored.shape),
+            canonical_shape=list(part.canonical_shape),
+            file=file_of[name],
+            digest=stored_digest(name),
+            sources=[origin],
+        )
+    return records
 
 
 def _parts(spec: TensorSpec, dtype: str, encoding: str | None, layout_family: str) -> list[PlannedPart]:

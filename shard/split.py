@@ -10,14 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from ..checkpoint.digest import digest_file, file_blocks
 from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
-from ..checkpoint.manifest import FileRecord, Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
-from ..checkpoint.stage import DirectoryLock, StageDirectory, disk_errors, require_space, tidy
+from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
+from ..checkpoint.stage import StageDirectory, recheck_finished, require_space
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
@@ -122,32 +119,13 @@ class _Splitter:
             rank.stage.finished(name, record, {"digests": writer.digests})
             rank.digests |= writer.digests
 
-    def copy_side_file(self, name: str, rank: _Rank) -> None:
-        """Copy a tokenizer, template or configuration file. Raises CheckFailed if it changed since the conversion."""
-        if rank.stage.resume(name) is not None:
-            return
-        source, expected = self.checkpoint.path / name, self.manifest.files[name]
-        digest, size = xxhash.xxh3_128(), 0
-        with rank.stage.create(name) as handle:
-            for block in file_blocks(source):
-                digest.update(block)
-                size += len(block)
-                handle.write(block)
-            found = FileRecord(size=size, digest=digest.hexdigest())
-            if found != expected:
-                raise CheckFailed(
-                    f"{source}: {found.size} bytes, digest {found.digest}; the manifest says {expected.size}, "
-                    f"{expected.digest}: changed since the conversion. Convert again, or restore the file."
-                )
-        rank.stage.finished(name, found)
-
     def seal(self, rank: _Rank) -> None:
         """Index, side files, then the manifest."""
         file_of = {tensor.name: name for name, tensors in rank.files for tensor in tensors}
         if rank.stage.resume(INDEX) is None:
             rank.stage.put_index(file_of, rank.nbytes)
         for name in side_files(self.manifest):
-            self.copy_side_file(name, rank)
+            rank.stage.copy(self.checkpoint.path / name, self.manifest.files[name])
         tensors = {name: self._record(part, file_of[name], rank.digests[name]) for name, part in rank.parts.items()}
         rank.stage.seal(
             Manifest(
@@ -204,21 +182,14 @@ def _already_done(rank: _Rank, tp: int, conversion_id: str) -> bool:
     """True if the directory is this very rank, finished, and every file still hashes the same."""
     if not has_manifest(rank.path):
         return False
-    with DirectoryLock(rank.path):
-        there = read_manifest(rank.path)
-        if (there.stage, there.conversion_id, there.tp_size, there.tp_rank) != ("rank", conversion_id, tp, rank.rank):
-            who = "a converted directory" if there.stage != "rank" else f"rank {there.tp_rank} of {there.tp_size}"
-            raise InputError(
-                f"{rank.path}: already holds {who} of conversion {there.conversion_id}; this run would make rank "
-                f"{rank.rank} of {tp} of {conversion_id}. Remove it or choose another directory."
-            )
-        tidy(rank.path)
-        for name, record in there.files.items():
-            path = rank.path / name
-            if not path.is_file() or path.stat().st_size != record.size or digest_file(path) != record.digest:
-                raise CheckFailed(
-                    f"{path}: missing or damaged in a finished directory. Remove {rank.path} and shard again."
-                )
+    there = read_manifest(rank.path)
+    if (there.stage, there.conversion_id, there.tp_size, there.tp_rank) != ("rank", conversion_id, tp, rank.rank):
+        who = "a converted directory" if there.stage != "rank" else f"rank {there.tp_rank} of {there.tp_size}"
+        raise InputError(
+            f"{rank.path}: already holds {who} of conversion {there.conversion_id}; this run would make rank "
+            f"{rank.rank} of {tp} of {conversion_id}. Remove it or choose another directory."
+        )
+    recheck_finished(rank.path, there)
     return True
 
 
