@@ -14,7 +14,7 @@ from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
-from ..checkpoint.stage import StageDirectory, recheck_finished, require_space
+from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
