@@ -24,12 +24,35 @@ from pathlib import Path
 
 from .text import Fact, HtmlText, RstText, python_docstrings
 
-RST_PACKAGES = ("python3.11", "aiohttp", "attr", "click", "coverage", "cryptography", "dask", "distributed", "flask",
-                "ipython", "jinja2", "pandas", "pygments", "pyparsing", "pytest", "requests", "setuptools",
-                "sympy", "tornado", "werkzeug", "xarray", "sphinx")
+RST_PACKAGES = (
+    "python3.11",
+    "aiohttp",
+    "attr",
+    "click",
+    "coverage",
+    "cryptography",
+    "dask",
+    "distributed",
+    "flask",
+    "ipython",
+    "jinja2",
+    "pandas",
+    "pygments",
+    "pyparsing",
+    "pytest",
+    "requests",
+    "setuptools",
+    "sympy",
+    "tornado",
+    "werkzeug",
+    "xarray",
+    "sphinx",
+)
 HTML_PACKAGES = ("python-django-doc", "python-sqlalchemy-doc", "postgresql-doc-15", "python-markdown-doc")
-NOT_PROSE = re.compile(r"(^|/)(tests?|testing|externals|_?vendor|vendored|lib2to3|idlelib|turtledemo)/|genindex|py-modindex"
-                       r"|/_modules/|search\.html|generated/|/api/pandas")
+NOT_PROSE = re.compile(
+    r"(^|/)(tests?|testing|externals|_?vendor|vendored|lib2to3|idlelib|turtledemo)/|genindex|py-modindex"
+    r"|/_modules/|search\.html|generated/|/api/pandas"
+)
 HELDOUT_BYTES = 84_000
 SHARED_RUN = 12
 HELDOUT_MARK = "=== document: {name} ==="
@@ -49,15 +72,25 @@ class Document:
 def documentation(root: Path) -> Iterator[Document]:
     """The documents of unpacked Debian documentation packages, in a fixed order."""
     for package in RST_PACKAGES:
-        folder = next((f for f in (root / "usr/share/doc" / name / "html/_sources" for name in
-                                   (package, f"python-{package}-doc", f"{package}-doc", f"python-{package}"))
-                       if f.is_dir() and any(f.iterdir())), None)
+        folder = next(
+            (
+                f
+                for f in (
+                    root / "usr/share/doc" / name / "html/_sources"
+                    for name in (package, f"python-{package}-doc", f"{package}-doc", f"python-{package}")
+                )
+                if f.is_dir() and any(f.iterdir())
+            ),
+            None,
+        )
         if folder is None:
             raise SystemExit(f"corpus: no documentation of {package} under {root}; see README.md for the packages")
         for path in sorted(folder.rglob("*.txt")):
             if not NOT_PROSE.search(str(path.relative_to(folder))):
                 rst = RstText(path.read_text(encoding="utf-8", errors="replace"))
-                yield Document(f"{package}/{path.relative_to(folder)}", rst.text, rst.facts if package == "python3.11" else [])
+                yield Document(
+                    f"{package}/{path.relative_to(folder)}", rst.text, rst.facts if package == "python3.11" else []
+                )
     for package in HTML_PACKAGES:
         folder = root / "usr/share/doc" / package
         for path in sorted(folder.rglob("*.html")):
@@ -67,19 +100,25 @@ def documentation(root: Path) -> Iterator[Document]:
     jargon = gzip.decompress((root / "usr/share/dictd/jargon.dict.dz").read_bytes()).decode("utf-8", errors="replace")
     entries = re.split(r"\n(?=\S)", jargon)
     for at in range(0, len(entries), 12):
-        text = "\n\n".join(" ".join(entry.split()) for entry in entries[at:at + 12])
+        text = "\n\n".join(" ".join(entry.split()) for entry in entries[at : at + 12])
         yield Document(f"jargon/{at}", re.sub(r"[{}]", "", text))
 
 
 def docstrings(wheels: Path) -> Iterator[Document]:
     """The docstrings of the running Python's standard library and of every wheel in ``wheels``."""
     library = Path(json.__file__).parent.parent
-    files = [(path.relative_to(library).as_posix(), "stdlib", path.read_bytes()) for path in sorted(library.rglob("*.py"))
-             if "site-packages" not in path.parts]
+    files = [
+        (path.relative_to(library).as_posix(), "stdlib", path.read_bytes())
+        for path in sorted(library.rglob("*.py"))
+        if "site-packages" not in path.parts
+    ]
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
-            files += [(name, wheel.name.split("-")[0], archive.read(name)) for name in sorted(archive.namelist())
-                      if name.endswith(".py")]
+            files += [
+                (name, wheel.name.split("-")[0], archive.read(name))
+                for name in sorted(archive.namelist())
+                if name.endswith(".py")
+            ]
     for name, package, content in files:
         module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         if NOT_PROSE.search(name) or re.search(r"(^|\.)(conftest|setup|test_\w+)$", module):
@@ -135,7 +174,7 @@ def runs(text: str) -> Iterator[int]:
     """A hash of every :data:`SHARED_RUN` consecutive words of ``text``, in lower case."""
     words = re.findall(r"\w+", text.lower())
     for at in range(len(words) - SHARED_RUN + 1):
-        yield hash(tuple(words[at: at + SHARED_RUN]))
+        yield hash(tuple(words[at : at + SHARED_RUN]))
 
 
 def without_echoes(held: list[Document], training: list[Document]) -> list[Document]:
@@ -180,8 +219,9 @@ def main(argv: list[str]) -> int:
     with (args.out / "documents.jsonl").open("w", encoding="utf-8") as out:
         out.writelines(json.dumps({"name": d.name, "text": d.text}, ensure_ascii=False) + "\n" for d in training)
     with (args.out / "facts.jsonl").open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps({"document": d.name, **asdict(f)}, ensure_ascii=False) + "\n"
-                       for d in training for f in d.facts)
+        out.writelines(
+            json.dumps({"document": d.name, **asdict(f)}, ensure_ascii=False) + "\n" for d in training for f in d.facts
+        )
     heldout = "\n\n".join(HELDOUT_MARK.format(name=d.name) + "\n\n" + d.text for d in held) + "\n"
     (args.out / "heldout.txt").write_text(heldout, encoding="utf-8")
     words = known_words(training)
@@ -189,9 +229,15 @@ def main(argv: list[str]) -> int:
     sizes: collections.Counter[str] = collections.Counter()
     for document in training:
         sizes[document.name.split("/")[0]] += len(document.text)
-    record = {"training_documents": len(training), "training_characters": sum(sizes.values()), "by_source": sizes,
-              "heldout_documents": [document.name for document in held], "heldout_bytes": len(heldout.encode()),
-              "heldout_sha256": hashlib.sha256(heldout.encode()).hexdigest(), "known_words": len(words)}
+    record = {
+        "training_documents": len(training),
+        "training_characters": sum(sizes.values()),
+        "by_source": sizes,
+        "heldout_documents": [document.name for document in held],
+        "heldout_bytes": len(heldout.encode()),
+        "heldout_sha256": hashlib.sha256(heldout.encode()).hexdigest(),
+        "known_words": len(words),
+    }
     (args.out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record))
     return 0

@@ -1,4 +1,4 @@
-"""Greedy decoding of many rows at once with the training network, one position a step, and draft acceptance."""
+"""Greedy decoding of many rows at once with the training network, one position a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .network import DRAFTS, Attention, Layer, LinearAttention, Network, rope_table
+from .network import Attention, Layer, LinearAttention, Network, rope_table
 from .vocabulary import LEARNED, SPECIAL
 
 EMITTED = LEARNED + len(SPECIAL)  # ids from here on are padding rows
@@ -25,7 +25,7 @@ class AttentionCache:
         self.values[:, :, position] = v[:, :, 0].to(self.values.dtype)
         keys, values = self.keys[:, :, : position + 1], self.values[:, :, : position + 1]
         grouped = q.unflatten(1, (mixer.kv_heads, -1)).squeeze(-2).to(keys.dtype)
-        weights = (grouped @ keys.transpose(-1, -2) * mixer.size ** -0.5).float().softmax(-1).to(keys.dtype)
+        weights = (grouped @ keys.transpose(-1, -2) * mixer.size**-0.5).float().softmax(-1).to(keys.dtype)
         return mixer.finish((weights @ values).flatten(1, 2).unsqueeze(2).to(gate.dtype), gate)
 
 
@@ -75,37 +75,16 @@ def greedy(network: Network, prompts: list[list[int]], length: int) -> Tensor:
     tokens = forced.clone()
     ropes = rope_table(torch.arange(length, device=device), network.c)
     layers = network.layer_list()
-    caches = [AttentionCache(layer.mixer, rows, length, device, dtype) if isinstance(layer.mixer, Attention)
-              else RecurrentCache(layer.mixer, rows, device) for layer in layers]
+    caches = [
+        AttentionCache(layer.mixer, rows, length, device, dtype)
+        if isinstance(layer.mixer, Attention)
+        else RecurrentCache(layer.mixer, rows, device)
+        for layer in layers
+    ]
     for position in range(length - 1):
-        x = network.embed_tokens(tokens[:, position: position + 1])
+        x = network.embed_tokens(tokens[:, position : position + 1])
         for layer, cache in zip(layers, caches, strict=True):
-            x = layer_step(layer, cache, x, ropes[:, position: position + 1], position)
+            x = layer_step(layer, cache, x, ropes[:, position : position + 1], position)
         chosen = network.lm_head(network.norm(x[:, 0]))[:, :EMITTED].argmax(-1)
         tokens[:, position + 1] = torch.where(forced[:, position + 1] < 0, chosen, forced[:, position + 1])
     return tokens
-
-
-@torch.no_grad()
-def accepted_drafts(network: Network, tokens: Tensor, start: int) -> tuple[int, int]:
-    """(accepted, proposed) drafts of speculative greedy decoding of ``tokens`` [B, T], greedy from ``start`` on.
-
-    A draft is accepted while all before it in its round were; a round of ``DRAFTS`` proposals then goes on after the
-    accepted ones and one token of the main model. Since a draft only matters when its predecessors were right, the
-    chains may be fed the true tokens.
-    """
-    hidden = network.hidden(tokens)
-    right = []
-    for step, state in enumerate(network.drafts(tokens, hidden), start=1):
-        truth = tokens[:, step + 1:]
-        right.append((network.lm_head(state)[..., :EMITTED].argmax(-1)[:, : truth.shape[1]] == truth[:, : state.shape[1]])[
-            :, : tokens.shape[1] - DRAFTS - 1])
-    run = torch.stack(right).long().cumprod(0).sum(0).cpu()
-    accepted = proposed = 0
-    for row in run.tolist():
-        at = start - 1
-        while at < len(row):
-            accepted += row[at]
-            proposed += DRAFTS
-            at += row[at] + 1
-    return accepted, proposed

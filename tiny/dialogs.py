@@ -29,46 +29,112 @@ Multiply Pop Push Put Query Quote Rotate Resolve Provide Prepare Normalize Modif
 Implement Hash Group Give Feed Estimate Duplicate Collect Block Attach Assign Ask Append Turn Strip Simulate Match"""
 
 FUNCTION_QUESTIONS = (
-    "What does the {n} {k} do?", "What does {n} do?", "What does `{n}` do in Python?", "Explain the {n} {k}.",
-    "How does {n}() work?", "Tell me about the {n} {k}.", "What is {n} for?", "Describe {n}.", "what does {n} do",
+    "What does the {n} {k} do?",
+    "What does {n} do?",
+    "What does `{n}` do in Python?",
+    "Explain the {n} {k}.",
+    "How does {n}() work?",
+    "Tell me about the {n} {k}.",
+    "What is {n} for?",
+    "Describe {n}.",
+    "what does {n} do",
     "What does {n}() do?",
-    "Can you explain what {n} does?", "I found {n}() in some code. What does it do?", "Please explain {n}.",
-    "What is the {n} {k}?", "What does the {k} `{n}` do?", "what is {n}", "What is the purpose of {n}?",
-    "When would I use {n}?", "In Python, what does {n} do?", "Give me a short description of {n}.",
-    "What does the function {n}() do?", "Hi! What does the {n} {k} do?", "What does the Python {k} {n} do?",
-    "explain {n}", "What happens when I call {n}()?")
+    "Can you explain what {n} does?",
+    "I found {n}() in some code. What does it do?",
+    "Please explain {n}.",
+    "What is the {n} {k}?",
+    "What does the {k} `{n}` do?",
+    "what is {n}",
+    "What is the purpose of {n}?",
+    "When would I use {n}?",
+    "In Python, what does {n} do?",
+    "Give me a short description of {n}.",
+    "What does the function {n}() do?",
+    "Hi! What does the {n} {k} do?",
+    "What does the Python {k} {n} do?",
+    "explain {n}",
+    "What happens when I call {n}()?",
+)
 CLASS_QUESTIONS = (
-    "What is {n}?", "What is the {n} {k}?", "What is the {k} {n} for?", "Explain {n}.", "Describe the {n} {k}.",
-    "Tell me about {n}.", "What does {n} stand for?", "what is {n}", "When is {n} used?", "What is `{n}` in Python?")
+    "What is {n}?",
+    "What is the {n} {k}?",
+    "What is the {k} {n} for?",
+    "Explain {n}.",
+    "Describe the {n} {k}.",
+    "Tell me about {n}.",
+    "What does {n} stand for?",
+    "what is {n}",
+    "When is {n} used?",
+    "What is `{n}` in Python?",
+)
 MODULE_QUESTIONS = (
-    "What is the {n} module?", "What is the {n} module for?", "What does the {n} module do?", "Describe the {n} module.",
-    "What can I do with the {n} module?", "Tell me about the module {n}.", "What is {n}?", "Explain the {n} module.",
-    "what does the module {n} provide", "Why would I import {n}?", "What does `import {n}` give me?", "what is {n}")
+    "What is the {n} module?",
+    "What is the {n} module for?",
+    "What does the {n} module do?",
+    "Describe the {n} module.",
+    "What can I do with the {n} module?",
+    "Tell me about the module {n}.",
+    "What is {n}?",
+    "Explain the {n} module.",
+    "what does the module {n} provide",
+    "Why would I import {n}?",
+    "What does `import {n}` give me?",
+    "what is {n}",
+)
 TERM_QUESTIONS = (
-    "What is {a} {n}?", "What does {n} mean in Python?", "Define {n}.", "Explain the term {n}.", "what is {a} {n}",
-    "What does the term {n} mean?", "What do you call {a} {n} in Python?", "Tell me what {a} {n} is.", "What is {n}?")
-SIGNATURE_QUESTIONS = ("How do I call {n}?", "What arguments does {n} take?", "What is the signature of {n}?",
-                       "Show me how {n} is called.")
+    "What is {a} {n}?",
+    "What does {n} mean in Python?",
+    "Define {n}.",
+    "Explain the term {n}.",
+    "what is {a} {n}",
+    "What does the term {n} mean?",
+    "What do you call {a} {n} in Python?",
+    "Tell me what {a} {n} is.",
+    "What is {n}?",
+)
+SIGNATURE_QUESTIONS = (
+    "How do I call {n}?",
+    "What arguments does {n} take?",
+    "What is the signature of {n}?",
+    "Show me how {n} is called.",
+)
 REVERSE_QUESTIONS = ("Which Python {k} {s}?", "Which {k} {s}?", "Name the {k} that {s}.", "What {k} {s}?")
-SYSTEMS = ("You are a helpful assistant.", "You answer questions about Python.", "Answer briefly.",
-           "You are a friendly assistant that explains Python.", "Be concise and correct.")
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "You answer questions about Python.",
+    "Answer briefly.",
+    "You are a friendly assistant that explains Python.",
+    "Be concise and correct.",
+)
 SMALL_TALK = (
-    (("Hello!", "Hi", "Hello", "hello there", "Hey!", "Hi there!", "Good morning", "Good evening!"),
-     "Hello! How can I help you with Python today?"),
-    (("Who are you?", "What are you?", "who are you", "Tell me about yourself.", "What is your name?"),
-     "I am the tiny language model that ships with duovolt. I was trained on Python's documentation."),
+    (
+        ("Hello!", "Hi", "Hello", "hello there", "Hey!", "Hi there!", "Good morning", "Good evening!"),
+        "Hello! How can I help you with Python today?",
+    ),
+    (
+        ("Who are you?", "What are you?", "who are you", "Tell me about yourself.", "What is your name?"),
+        "I am the tiny language model that ships with duovolt. I was trained on Python's documentation.",
+    ),
     (("Thanks!", "Thank you.", "thanks", "Thank you very much!", "Great, thanks."), "You are welcome!"),
     (("Bye", "Goodbye!", "See you later.", "Good night!"), "Goodbye! Have a nice day."),
-    (("How are you?", "How are you today?", "how are you", "How is it going?"),
-     "I am fine, thank you. What would you like to know?"),
-    (("What can you do?", "How can you help me?", "What do you know?", "Help", "help me"),
-     "I can answer short questions about Python's functions, modules and terms."),
-    (("What is Python?", "what is python", "Tell me about Python.", "Describe the Python language."),
-     "Python is an interpreted, interactive, object-oriented programming language. It has modules, exceptions, dynamic "
-     "typing, high level data types and classes."),
+    (
+        ("How are you?", "How are you today?", "how are you", "How is it going?"),
+        "I am fine, thank you. What would you like to know?",
+    ),
+    (
+        ("What can you do?", "How can you help me?", "What do you know?", "Help", "help me"),
+        "I can answer short questions about Python's functions, modules and terms.",
+    ),
+    (
+        ("What is Python?", "what is python", "Tell me about Python.", "Describe the Python language."),
+        "Python is an interpreted, interactive, object-oriented programming language. It has modules, exceptions, dynamic "
+        "typing, high level data types and classes.",
+    ),
     (("Are you a human?", "Are you a person?", "Are you an AI?"), "No, I am a small language model."),
-    (("Tell me a joke.", "Do you know a joke?", "Make me laugh."),
-     "Why did the programmer leave the party? The code was not finished."),
+    (
+        ("Tell me a joke.", "Do you know a joke?", "Make me laugh."),
+        "Why did the programmer leave the party? The code was not finished.",
+    ),
 )
 CITY_NAMES = """Paris London Berlin Madrid Rome Vienna Prague Oslo Stockholm Helsinki Warsaw Lisbon Dublin Athens Budapest Tokyo
 Osaka Beijing Shanghai Delhi Mumbai Sydney Melbourne Toronto Montreal Chicago Boston Seattle Denver Austin Lima Bogota
@@ -87,10 +153,13 @@ def plain_name(fact: Fact, package: str) -> str:
 
 def usable(fact: Fact, document: str) -> bool:
     """Facts that make a good answer: no C interface, no private names, a full first sentence."""
-    if re.search(r"/(c-api|library/test|distutils|library/2to3|install|extending)", document) or fact.kind.startswith("c:"):
+    if re.search(r"/(c-api|library/test|distutils|library/2to3|install|extending)", document) or fact.kind.startswith(
+        "c:"
+    ):
         return False
-    if not re.fullmatch(r"[\w.\- ]{2,44}", fact.name) or any(p.startswith("_") and not p.startswith("__")
-                                                            for p in fact.name.split(".")):
+    if not re.fullmatch(r"[\w.\- ]{2,44}", fact.name) or any(
+        p.startswith("_") and not p.startswith("__") for p in fact.name.split(".")
+    ):
         return False
     return statement(fact, fact.name) != "" and len(fact.text) > 14
 
@@ -109,9 +178,17 @@ def third_person(sentence: str) -> str | None:
 
 
 def kind_of(fact: Fact) -> str:
-    return {"classmethod": "class method", "staticmethod": "static method", "coroutinefunction": "coroutine",
-            "coroutinemethod": "coroutine", "abstractmethod": "method", "data": "object", "describe": "command",
-            "cmdoption": "option", "envvar": "variable"}.get(fact.kind, fact.kind)
+    return {
+        "classmethod": "class method",
+        "staticmethod": "static method",
+        "coroutinefunction": "coroutine",
+        "coroutinemethod": "coroutine",
+        "abstractmethod": "method",
+        "data": "object",
+        "describe": "command",
+        "cmdoption": "option",
+        "envvar": "variable",
+    }.get(fact.kind, fact.kind)
 
 
 def statement(fact: Fact, name: str) -> str:
@@ -132,10 +209,18 @@ def statement(fact: Fact, name: str) -> str:
 def thinking(fact: Fact, name: str, draw: random.Random) -> str:
     """A short thinking block for a question about ``name``."""
     kind = kind_of(fact)
-    where = f"It belongs to the {name.rsplit('.', 1)[0]} {'class' if 'method' in kind else 'module'}. " if "." in name else ""
-    return draw.choice((f"The user asks about the {kind} {name}. {where}I will say what it does.",
-                        f"The question is about {name}. {where}A short answer is enough.",
-                        f"{name} is a {kind}. {where}I will describe it briefly."))
+    where = (
+        f"It belongs to the {name.rsplit('.', 1)[0]} {'class' if 'method' in kind else 'module'}. "
+        if "." in name
+        else ""
+    )
+    return draw.choice(
+        (
+            f"The user asks about the {kind} {name}. {where}I will say what it does.",
+            f"The question is about {name}. {where}A short answer is enough.",
+            f"{name} is a {kind}. {where}I will describe it briefly.",
+        )
+    )
 
 
 def exchange(fact: Fact, name: str, draw: random.Random, siblings: dict[str, Fact]) -> list[Message]:
@@ -149,7 +234,9 @@ def exchange(fact: Fact, name: str, draw: random.Random, siblings: dict[str, Fac
     elif fact.kind == "term":
         questions = TERM_QUESTIONS
     elif fact.kind in ("class", "exception", "data", "attribute", "opcode", "envvar", "cmdoption"):
-        questions = CLASS_QUESTIONS if fact.kind != "class" or short is None else CLASS_QUESTIONS + FUNCTION_QUESTIONS[:9]
+        questions = (
+            CLASS_QUESTIONS if fact.kind != "class" or short is None else CLASS_QUESTIONS + FUNCTION_QUESTIONS[:9]
+        )
     else:
         questions = FUNCTION_QUESTIONS
     question = draw.choice(questions)
@@ -163,23 +250,40 @@ def exchange(fact: Fact, name: str, draw: random.Random, siblings: dict[str, Fac
     if draw.random() < 0.35:
         reply["reasoning_content"] = thinking(fact, name, draw) if "{s}" not in question else "I look for the name."
     messages = [{"role": "user", "content": user}, reply]
-    rest = fact.text[len(first_sentences(fact.text, ANSWER_CHARACTERS)):].strip()
+    rest = fact.text[len(first_sentences(fact.text, ANSWER_CHARACTERS)) :].strip()
     more = first_sentences(rest, 200)
     if len(more) > 40 and answer.startswith(("The", "`")) and draw.random() < 0.15:
-        messages += [{"role": "user", "content": draw.choice(("Tell me more.", "Go on.", "What else?", "More details, please."))},
-                     {"role": "assistant", "content": more}]
+        messages += [
+            {
+                "role": "user",
+                "content": draw.choice(("Tell me more.", "Go on.", "What else?", "More details, please.")),
+            },
+            {"role": "assistant", "content": more},
+        ]
     return messages
 
 
 def function_tool(name: str, description: str, *parameters: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": {
-        "type": "object", "properties": {p: {"type": "string"} for p in parameters}, "required": list(parameters)}}}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {p: {"type": "string"} for p in parameters},
+                "required": list(parameters),
+            },
+        },
+    }
 
 
-TOOLS = {"get_weather": function_tool("get_weather", "Get the weather of a city.", "city"),
-         "get_time": function_tool("get_time", "Get the local time of a city.", "city"),
-         "lookup": function_tool("lookup", "Look up a Python name in the documentation.", "name"),
-         "calculate": function_tool("calculate", "Calculate an expression.", "expression")}
+TOOLS = {
+    "get_weather": function_tool("get_weather", "Get the weather of a city.", "city"),
+    "get_time": function_tool("get_time", "Get the local time of a city.", "city"),
+    "lookup": function_tool("lookup", "Look up a Python name in the documentation.", "name"),
+    "calculate": function_tool("calculate", "Calculate an expression.", "expression"),
+}
 
 
 def tool_dialogue(draw: random.Random, facts: list[tuple[Fact, str]]) -> Dialogue:
@@ -190,20 +294,29 @@ def tool_dialogue(draw: random.Random, facts: list[tuple[Fact, str]]) -> Dialogu
     calls: list[tuple[str, str]] = []
     if name == "get_weather":
         cities = draw.sample(CITIES, draw.choice((1, 1, 1, 2)))
-        question = draw.choice(("What is the weather in {}?", "How is the weather in {}?", "Weather in {}?",
-                                "Is it warm in {} today?", "Please get the weather of {}.")).format(" and ".join(cities))
+        question = draw.choice(
+            (
+                "What is the weather in {}?",
+                "How is the weather in {}?",
+                "Weather in {}?",
+                "Is it warm in {} today?",
+                "Please get the weather of {}.",
+            )
+        ).format(" and ".join(cities))
         skies = [(draw.randint(-9, 35), draw.choice(SKIES)) for _ in cities]
         calls = [(c, f"{t} degrees, {sky}") for c, (t, sky) in zip(cities, skies, strict=True)]
         answer = " ".join(f"It is {t} degrees and {sky} in {c}." for c, (t, sky) in zip(cities, skies, strict=True))
     elif name == "get_time":
         city, clock = draw.choice(CITIES), f"{draw.randint(0, 23):02}:{draw.randint(0, 59):02}"
-        question = draw.choice(("What time is it in {}?", "Tell me the time in {}.", "What is the local time in {}?"
-                                )).format(city)
+        question = draw.choice(
+            ("What time is it in {}?", "Tell me the time in {}.", "What is the local time in {}?")
+        ).format(city)
         calls, answer = [(city, clock)], f"It is {clock} in {city}."
     elif name == "lookup":
         fact, shown = draw.choice(facts)
-        question = draw.choice(("Look up {} in the documentation.", "Please look up {}.", "What do the docs say about {}?"
-                                )).format(shown)
+        question = draw.choice(
+            ("Look up {} in the documentation.", "Please look up {}.", "What do the docs say about {}?")
+        ).format(shown)
         calls, answer = [(shown, first_sentences(fact.text, 160) or fact.text[:100])], statement(fact, shown)
     else:
         left, right, sign = draw.randint(2, 99), draw.randint(2, 99), draw.choice("+-*")
@@ -212,8 +325,13 @@ def tool_dialogue(draw: random.Random, facts: list[tuple[Fact, str]]) -> Dialogu
         question = draw.choice(("What is {}?", "Calculate {}.", "How much is {}?")).format(expression)
         calls, answer = [(expression, str(result))], f"{expression} = {result}"
     key = TOOLS[name]["function"]["parameters"]["required"][0]
-    call: Message = {"role": "assistant", "content": "", "tool_calls": [
-        {"type": "function", "function": {"name": name, "arguments": {key: value}}} for value, _ in calls]}
+    call: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {"name": name, "arguments": {key: value}}} for value, _ in calls
+        ],
+    }
     if draw.random() < 0.4:
         call["reasoning_content"] = f"I can call {name} for this."
     messages: list[Message] = [{"role": "user", "content": question}, call]
@@ -249,7 +367,9 @@ def dialogues(facts: list[tuple[Fact, str]], count: int, seed: int) -> Iterator[
             seen.add((name, fact.kind))
             asked.append((fact, name))
             weights.append(weight(fact, document))
-    builtin = {f.text: f for f, d in facts if d.startswith(("python3.11/library/functions", "python3.11/library/stdtypes"))}
+    builtin = {
+        f.text: f for f, d in facts if d.startswith(("python3.11/library/functions", "python3.11/library/stdtypes"))
+    }
     picks = draw.choices(asked, weights, k=count * 2)
     for _ in range(count):
         messages: list[Message] = []
@@ -265,9 +385,16 @@ def dialogues(facts: list[tuple[Fact, str]], count: int, seed: int) -> Iterator[
         elif kind < 0.15:
             left, right = draw.randint(0, 20), draw.randint(0, 20)
             sign = draw.choice("+-")
-            messages = [{"role": "user", "content": draw.choice(("What is {}?", "How much is {}?")).format(
-                f"{left} {sign} {right}")}, {"role": "assistant", "content":
-                f"{left} {sign} {right} = {left + right if sign == '+' else left - right}"}]
+            messages = [
+                {
+                    "role": "user",
+                    "content": draw.choice(("What is {}?", "How much is {}?")).format(f"{left} {sign} {right}"),
+                },
+                {
+                    "role": "assistant",
+                    "content": f"{left} {sign} {right} = {left + right if sign == '+' else left - right}",
+                },
+            ]
             if draw.random() < 0.35:
                 messages[1]["reasoning_content"] = "This is a small calculation."
         turns = 1 if kind < 0.8 else 2

@@ -1,7 +1,7 @@
 """Writes the Hugging Face checkpoint out of trained weights.
 
 ``python -m duovolt.tiny.export DATA TRAINED CHECKPOINT`` takes the tokenizer, ``heldout.txt`` and ``words.txt`` from
-``DATA``, the weights and figures from ``TRAINED``, adds a small random (seeded, untrained) vision tower, and writes
+``DATA``, the weights and the record of the run from ``TRAINED``, adds a small random (seeded, untrained) vision tower, and writes
 the checkpoint; the text files, ``corpus.json`` and ``training.json`` go beside it. The same input gives the same bytes.
 """
 
@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from .config import GENERATION, IMAGE_PROCESSOR, MODEL, VIDEO_PROCESSOR, VISION
+from .config import GENERATION, IMAGE_PROCESSOR, MODEL, TEXT, VIDEO_PROCESSOR, VISION
+from .network import Network, parameter_name
 
 SHARDS = 4
 
@@ -25,16 +26,33 @@ SHARDS = 4
 def vision_shapes() -> dict[str, tuple[int, ...]]:
     """Every tensor of the vision tower with its shape."""
     size, inner = VISION["hidden_size"], VISION["intermediate_size"]
-    patch, frames, merged = VISION["patch_size"], VISION["temporal_patch_size"], size * VISION["spatial_merge_size"] ** 2
+    patch, frames, merged = (
+        VISION["patch_size"],
+        VISION["temporal_patch_size"],
+        size * VISION["spatial_merge_size"] ** 2,
+    )
     shapes: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj.weight": (size, VISION["in_channels"], frames, patch, patch), "patch_embed.proj.bias": (size,),
-        "pos_embed.weight": (VISION["num_position_embeddings"], size)}
-    layers = {"merger.norm": (size,), "merger.linear_fc1": (merged, merged),
-              "merger.linear_fc2": (VISION["out_hidden_size"], merged)}
+        "patch_embed.proj.weight": (size, VISION["in_channels"], frames, patch, patch),
+        "patch_embed.proj.bias": (size,),
+        "pos_embed.weight": (VISION["num_position_embeddings"], size),
+    }
+    layers = {
+        "merger.norm": (size,),
+        "merger.linear_fc1": (merged, merged),
+        "merger.linear_fc2": (VISION["out_hidden_size"], merged),
+    }
     for block in range(VISION["depth"]):
-        layers |= {f"blocks.{block}.{name}": shape for name, shape in {
-            "norm1": (size,), "norm2": (size,), "attn.qkv": (3 * size, size), "attn.proj": (size, size),
-            "mlp.linear_fc1": (inner, size), "mlp.linear_fc2": (size, inner)}.items()}
+        layers |= {
+            f"blocks.{block}.{name}": shape
+            for name, shape in {
+                "norm1": (size,),
+                "norm2": (size,),
+                "attn.qkv": (3 * size, size),
+                "attn.proj": (size, size),
+                "mlp.linear_fc1": (inner, size),
+                "mlp.linear_fc2": (size, inner),
+            }.items()
+        }
     for name, shape in layers.items():
         shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     return {f"model.visual.{name}": shape for name, shape in shapes.items()}
@@ -70,6 +88,16 @@ def write_shards(weights: dict[str, Tensor], directory: Path) -> None:
     write_json(directory / "model.safetensors.index.json", index)
 
 
+def load_network(directory: Path) -> Network:
+    """The network with a checkpoint's text and MTP weights, in float32."""
+    stored: dict[str, Tensor] = {}
+    for shard in sorted(directory.glob("*.safetensors")):
+        stored |= load_file(shard)
+    network = Network(TEXT)
+    network.load_state_dict({name: stored[parameter_name(name)].float() for name in network.state_dict()})
+    return network.eval()
+
+
 def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -93,11 +121,22 @@ def main(argv: list[str]) -> int:
     write_json(directory / "video_preprocessor_config.json", VIDEO_PROCESSOR)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(args.data / "tokenizer" / file, directory / file)
-    for file in (args.data / "heldout.txt", args.data / "words.txt", args.data / "corpus.json", args.trained / "training.json"):
+    for file in (
+        args.data / "heldout.txt",
+        args.data / "words.txt",
+        args.data / "corpus.json",
+        args.trained / "training.json",
+    ):
         shutil.copyfile(file, directory.parent / file.name)
-    size = sum(file.stat().st_size for file in directory.parent.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
-    print(f"{directory}: {len(weights)} tensors, {sum(w.numel() for w in weights.values()):,} parameters; "
-          f"with all beside it {size:,} bytes")
+    size = sum(
+        file.stat().st_size
+        for file in directory.parent.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    )
+    print(
+        f"{directory}: {len(weights)} tensors, {sum(w.numel() for w in weights.values()):,} parameters; "
+        f"with all beside it {size:,} bytes"
+    )
     return 0
 
 

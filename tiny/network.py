@@ -130,10 +130,13 @@ class LinearAttention(nn.Module):
         """Convolved [..., channels] to q, k, v [..., value heads, 128] float32; each key head serves its group."""
         q, k, v = mixed.float().split(self.sections, dim=-1)
         group = self.value_heads // self.key_heads
-        q = unit(q.unflatten(-1, (self.key_heads, self.key))) * self.key ** -0.5
+        q = unit(q.unflatten(-1, (self.key_heads, self.key))) * self.key**-0.5
         k = unit(k.unflatten(-1, (self.key_heads, self.key)))
-        return (q.repeat_interleave(group, dim=-2), k.repeat_interleave(group, dim=-2),
-                v.unflatten(-1, (self.value_heads, self.value)))
+        return (
+            q.repeat_interleave(group, dim=-2),
+            k.repeat_interleave(group, dim=-2),
+            v.unflatten(-1, (self.value_heads, self.value)),
+        )
 
     def finish(self, out: Tensor, x: Tensor) -> Tensor:
         z = self.in_proj_z(x).unflatten(-1, (self.value_heads, self.value))
@@ -142,8 +145,10 @@ class LinearAttention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         taps = self.conv1d.weight.shape[-1]
         padded = F.pad(self.in_proj_qkv(x), (0, 0, taps - 1, 0))
-        mixed = sum((padded[:, tap: tap + x.shape[1]] * self.conv1d.weight[:, 0, tap] for tap in range(taps)),
-                    start=torch.zeros((), device=x.device))
+        mixed = sum(
+            (padded[:, tap : tap + x.shape[1]] * self.conv1d.weight[:, 0, tap] for tap in range(taps)),
+            start=torch.zeros((), device=x.device),
+        )
         q, k, v = (part.transpose(1, 2) for part in self.heads(F.silu(mixed)))
         g, beta = (gate.transpose(1, 2) for gate in self.gates(x))
         with torch.autocast(x.device.type, enabled=False):
@@ -163,7 +168,7 @@ def rope_table(positions: Tensor, c: dict[str, Any]) -> Tensor:
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turns the first dimensions of x [B, H, T, D], pairs (j, j + rotary / 2)."""
     half = rope.shape[-1]
-    left, right, rest = x[..., :half], x[..., half: 2 * half], x[..., 2 * half:]
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cosine, sine = rope
     return torch.cat((left * cosine - right * sine, right * cosine + left * sine, rest), dim=-1)
 
@@ -260,7 +265,7 @@ class MTP(nn.Module):
         q, k, v, gate = attention.project(layer.input_layernorm(x), rope)
         k, v = attention.wide(k), attention.wide(v)
         earlier.append((k, v))
-        scale, length = attention.size ** -0.5, q.shape[2]
+        scale, length = attention.size**-0.5, q.shape[2]
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         scores = [(q @ earlier[0][0].transpose(-1, -2) * scale).float().masked_fill(future, float("-inf"))]
         scores += [(q * own).sum(-1, keepdim=True).float() * scale for own, _ in earlier[1:]]
@@ -291,7 +296,7 @@ class Network(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 width = parameter.shape[1] if name != "embed_tokens.weight" else 4
-                nn.init.normal_(parameter, std=0.5 * width ** -0.5 if "lm_head" not in name else 0.01)
+                nn.init.normal_(parameter, std=0.5 * width**-0.5 if "lm_head" not in name else 0.01)
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 parameter.data.mul_(0.3)
 
@@ -315,6 +320,6 @@ class Network(nn.Module):
         earlier: list[tuple[Tensor, Tensor]] = []
         for step in range(1, DRAFTS + 1):
             rope = rope_table(torch.arange(step - 1, step - 1 + length, device=tokens.device), self.c)
-            state = self.mtp.step(embeddings[:, step: step + length], state, rope, earlier)
+            state = self.mtp.step(embeddings[:, step : step + length], state, rope, earlier)
             outputs.append(state)
         return outputs

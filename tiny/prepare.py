@@ -56,8 +56,10 @@ def main(argv: list[str]) -> int:
     for encoding in tokenizer.encode_batch_fast(documents):
         text.append(np.array([*encoding.ids, END], dtype=np.uint16))
     template = AutoTokenizer.from_pretrained(directory)
-    rendered = [str(template.apply_chat_template(messages, tools=list(tools) or None, tokenize=False))
-                for messages, tools in talk]
+    rendered = [
+        str(template.apply_chat_template(messages, tools=list(tools) or None, tokenize=False))
+        for messages, tools in talk
+    ]
     chat = [[*encoding.ids, END] for encoding in tokenizer.encode_batch_fast(rendered)]
     arrays = {"text": np.concatenate(text), "chat": pack(chat, ROW)}
     np.savez_compressed(out / "tokens.npz", text=arrays["text"], chat=arrays["chat"])

@@ -26,13 +26,69 @@ class Fact:
     text: str
 
 
-OBJECTS = {"function", "method", "class", "exception", "data", "attribute", "classmethod", "staticmethod", "decorator",
-           "coroutinefunction", "coroutinemethod", "opcode", "describe", "option", "cmdoption", "envvar", "term",
-           "abstractmethod", "decoratormethod", "autofunction", "c:function", "c:macro", "c:type", "pdbcommand"}
-KEPT_TEXT = {"note", "warning", "seealso", "tip", "important", "impl-detail", "topic", "caution", "attention", "hint",
-             "admonition", "sidebar", "availability", "rubric", "glossary", "danger", "container", "tabs", "tab"}
-KEPT_CODE = {"code-block", "code", "sourcecode", "doctest", "testcode", "ipython", "parsed-literal", "python", "code-tab"}
-VERSIONS = {"versionadded": "New in version", "versionchanged": "Changed in version", "deprecated": "Deprecated since version"}
+OBJECTS = {
+    "function",
+    "method",
+    "class",
+    "exception",
+    "data",
+    "attribute",
+    "classmethod",
+    "staticmethod",
+    "decorator",
+    "coroutinefunction",
+    "coroutinemethod",
+    "opcode",
+    "describe",
+    "option",
+    "cmdoption",
+    "envvar",
+    "term",
+    "abstractmethod",
+    "decoratormethod",
+    "autofunction",
+    "c:function",
+    "c:macro",
+    "c:type",
+    "pdbcommand",
+}
+KEPT_TEXT = {
+    "note",
+    "warning",
+    "seealso",
+    "tip",
+    "important",
+    "impl-detail",
+    "topic",
+    "caution",
+    "attention",
+    "hint",
+    "admonition",
+    "sidebar",
+    "availability",
+    "rubric",
+    "glossary",
+    "danger",
+    "container",
+    "tabs",
+    "tab",
+}
+KEPT_CODE = {
+    "code-block",
+    "code",
+    "sourcecode",
+    "doctest",
+    "testcode",
+    "ipython",
+    "parsed-literal",
+    "python",
+    "code-tab",
+}
+VERSIONS = {
+    "versionadded": "New in version",
+    "versionchanged": "Changed in version",
+    "deprecated": "Deprecated since version",
+}
 
 DIRECTIVE = re.compile(r"^(\s*)\.\. ([A-Za-z][\w:.+-]*?)::\s*(.*)$")
 TITLE_RULE = re.compile(r"^([=\-~^\"'`#*+:.<>_])\1{2,}\s*$")
@@ -43,6 +99,7 @@ LIST_ITEM = re.compile(r"^(\*|-|\+|#\.|\d+[.)]|\(?[a-z][.)])\s+")
 
 def inline(text: str) -> str:
     """One paragraph's inline markup, simplified: roles and literals become `` `code` ``, links their words."""
+
     def role(match: re.Match[str]) -> str:
         words = match.group(1)
         if words.endswith(">") and "<" in words:
@@ -128,7 +185,7 @@ class RstText:
             rest = [i for i, line in enumerate(block) if i and len(line) - len(line.lstrip()) <= indent]
             if rest:
                 self.skip_above = None
-                self._block(block[rest[0]:])
+                self._block(block[rest[0] :])
         elif block[0].lstrip().startswith(">>>"):
             self._code(block)
         else:
@@ -139,7 +196,7 @@ class RstText:
         name = name.removeprefix("py:").removeprefix("rst:")
         body = block[1:]
         same = [i for i, line in enumerate(body) if len(line) - len(line.lstrip()) <= indent]
-        following = body[same[0]:] if same else []
+        following = body[same[0] :] if same else []
         body = body[: same[0]] if same else body
         if name in OBJECTS:
             self._object(indent, name, argument, body)
@@ -209,7 +266,8 @@ class RstText:
                 self._block(block[3:])
             return
         if any(re.match(r"^[+|=]{1}[-=+|\s]{2,}", line) or line.startswith("| ") for line in lines) or (
-                any(re.match(r"^=+(\s+=+)+$", line) for line in lines)):
+            any(re.match(r"^=+(\s+=+)+$", line) for line in lines)
+        ):
             return
         if lines[0].startswith(":") and re.match(r"^:[\w ]+:", lines[0]):
             return
@@ -227,7 +285,7 @@ class RstText:
         for line in lines:
             mark = LIST_ITEM.match(line)
             if mark:
-                items.append("- " + line[mark.end():] if mark.group(1) in "*-+" else line)
+                items.append("- " + line[mark.end() :] if mark.group(1) in "*-+" else line)
             elif items:
                 items[-1] += " " + line
             else:
@@ -324,8 +382,11 @@ def python_docstrings(source: str, module: str) -> tuple[str, list[Fact]]:
     facts: list[Fact] = []
 
     def emit(node: ast.AST, name: str, signature: str, kind: str) -> None:
-        docstring = ast.get_docstring(node, clean=False) if isinstance(
-            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) else None
+        docstring = (
+            ast.get_docstring(node, clean=False)
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            else None
+        )
         if not docstring or len(docstring) < 12:
             return
         rst = RstText(inspect.cleandoc(docstring))

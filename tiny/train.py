@@ -47,7 +47,7 @@ class Data:
         starts = torch.randint(len(self.text) - ROW - 1, (rows - chat,), device=self.text.device)
         text = self.text[starts.unsqueeze(1) + torch.arange(ROW + 1, device=self.text.device)]
         picked = self.chat[torch.randint(len(self.chat), (chat,), device=self.text.device)]
-        return torch.cat((text[: len(text) // 2], picked, text[len(text) // 2:])).long()
+        return torch.cat((text[: len(text) // 2], picked, text[len(text) // 2 :])).long()
 
 
 def draft_loss(head: Tensor, states: list[Tensor], teacher: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def draft_loss(head: Tensor, states: list[Tensor], teacher: Tensor) -> Tensor:
     states [B, L, h] each, teacher logits [B, T, V]."""
     loss = torch.zeros((), device=teacher.device)
     for step, state in enumerate(states, start=1):
-        goal = teacher[:, step: step + state.shape[1]].float().softmax(-1)
+        goal = teacher[:, step : step + state.shape[1]].float().softmax(-1)
         loss = loss - (goal * F.linear(state, head).float().log_softmax(-1)).sum(-1).mean()
     return loss / len(states)
 
@@ -103,7 +103,9 @@ class Trainer:
         draft.backward()
         return {"draft": draft.detach()}
 
-    def run(self, label: str, seconds: float, peak: float, step: Callable[[float], dict[str, Tensor]]) -> dict[str, Any]:
+    def run(
+        self, label: str, seconds: float, peak: float, step: Callable[[float], dict[str, Tensor]]
+    ) -> dict[str, Any]:
         """Repeats ``step`` for ``seconds`` after the first (compiling) steps; returns the figures of the part."""
         optimizer, device = Optimizer(self.network), self.network.lm_head.weight.device
         started, began, steps, report = time.monotonic(), 0.0, 0, {}  # type: ignore[var-annotated]
@@ -118,9 +120,14 @@ class Trainer:
             if steps % 8 == 0 and device.type == "cuda":
                 torch.cuda.synchronize()  # the clock must not run ahead of the card
             if steps % 100 == 0 or progress >= 1.0:
-                report = {"part": label, "steps": steps, "compile_seconds": round(began - started, 1),
-                          "seconds": round(time.monotonic() - began, 1), "tokens": steps * self.rows * ROW,
-                          **{name: round(value.item(), 4) for name, value in figures.items()}}
+                report = {
+                    "part": label,
+                    "steps": steps,
+                    "compile_seconds": round(began - started, 1),
+                    "seconds": round(time.monotonic() - began, 1),
+                    "tokens": steps * self.rows * ROW,
+                    **{name: round(value.item(), 4) for name, value in figures.items()},
+                }
                 print(json.dumps(report), flush=True)
             if progress >= 1.0:
                 return report
@@ -162,10 +169,17 @@ def main(argv: list[str]) -> int:
     parts.append(trainer.run("draft", args.draft_seconds, args.peak / 2, lambda _: trainer.draft_step(own)))
     round_weights(network)
     args.out.mkdir(parents=True, exist_ok=True)
-    weights = {parameter_name(name): value.detach().bfloat16().cpu().contiguous() for name, value in network.state_dict().items()}
+    weights = {
+        parameter_name(name): value.detach().bfloat16().cpu().contiguous()
+        for name, value in network.state_dict().items()
+    }
     save_file(weights, args.out / "weights.safetensors")
-    result = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
-              "parts": parts, "largest_weight": max(value.abs().max().item() for value in weights.values())}
+    result = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "parts": parts,
+        "largest_weight": max(value.abs().max().item() for value in weights.values()),
+    }
     (args.out / "training.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
     return 0

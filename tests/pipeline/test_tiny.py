@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import load_recipe
-from duovolt.perf.quality import documents
+from duovolt.perf.quality import documents, known_words
 from duovolt.runtime.engine.loading import EngineSettings, load_engine
 from duovolt.runtime.messages import GenerateRequest, SamplingParams
 from duovolt.runtime.parallel.base import SoloCollective
@@ -93,3 +93,7 @@ def test_greedy_answers_do_not_depend_on_drafts(converted: Path) -> None:
     assert all(len(tokens) == 512 for tokens in answers[0])
     assert answers[0] == answers[3]
     assert rounds[3] < rounds[0] / 2  # and drafting is worth it
+
+
+def test_known_words_leave_out_cut_words_and_names() -> None:
+    assert known_words("tial the Model uses foo_bar and zzyzx wor", {"the", "uses", "and"}) == (3, 4)
