@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 ROOMS = ("checkpoint", "model", "kernels", "convert", "shard", "verify", "runtime", "perf", "cli", "tiny")
@@ -17,8 +18,16 @@ def packages() -> list[str]:
     return found
 
 
+class BuildRooms(build_py):
+    """Leaves this file, which lies in the root package's folder, out of the wheel."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
+
+
 setup(
     packages=packages(),
+    cmdclass={"build_py": BuildRooms},
     package_data={
         "duovolt": ["py.typed"],
         "duovolt.kernels": ["csrc/*.cu", "csrc/*.cuh"],
