@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -56,14 +57,19 @@ class _Demo:
         if not self.quiet:
             print(text, flush=True)
 
-    def run(self, title: str, command: Sequence[str], proved: str) -> None:
+    def begin(self, title: str) -> None:
+        """The next stage's headline."""
+        self.stage += 1
+        self.say(f"\n[{self.stage}/6] {title}")
+
+    def run(self, command: Sequence[str], proved: str) -> None:
         """Show a command, run it as the command line would, and say what it proved. Raises DuovoltError if it fails."""
         from .main import main
 
-        self.stage += 1
-        self.say(f"\n[{self.stage}/6] {title}\n$ duovolt {' '.join(command)}")
+        self.say(f"$ duovolt {shlex.join(command)}")
         began = time.monotonic()
         code = main([*command, *(["--quiet"] if self.quiet else [])])
+        sys.stdout.flush()
         if code:
             raise _Stopped(
                 f"stage {self.stage} ({command[0]}) ended with exit code {code}; its message stands above.", code
@@ -80,7 +86,7 @@ class _Stopped(DuovoltError):
 @contextlib.contextmanager
 def served(ranks: Path, quiet: bool) -> Iterator[str]:
     """A running `duovolt serve` over `ranks` on a free port; yields its URL. Raises EnvironmentFault if it will not start."""
-    command = [sys.executable, "-m", "duovolt", "serve", str(ranks), "--port", "0", "--drafts", "3"]
+    command = [sys.executable, "-m", "duovolt", "serve", str(ranks), "--port", "0"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     url, lines, ready = [""], list[str](), threading.Event()
@@ -118,43 +124,39 @@ def run(args: argparse.Namespace) -> int:
     work: Path = args.dir
     source, converted, ranks = work / "source", work / "converted", work / "ranks"
     demo.say("duovolt demo: the bundled tiny model of the Qwen3.5 family, every stage, on this CPU.")
+    demo.begin("Download, here from a local stand-in of the hub, over real HTTP")
     with bundled_hub() as hub:
         demo.run(
-            "Download, here from a local stand-in of the hub, over real HTTP",
             ["download", REPOSITORY, str(source), "--endpoint", hub.url],
             "every file has the size and the content digest that the hub names, at one pinned commit.",
         )
+    demo.begin("Convert to nvfp4 and fp8, in V100 layouts")
     demo.run(
-        "Convert to nvfp4 and fp8, in V100 layouts",
         ["convert", str(source), str(converted)],
         "every tensor of the family is accounted for, and each stored word has a digest in the manifest.",
     )
+    demo.begin("Split for tensor parallelism over two ranks")
     demo.run(
-        "Split for tensor parallelism over two ranks",
         ["shard", str(converted), str(ranks), "--tp", "2"],
         "each rank holds its heads, rows and columns of every matrix; the rest lies on both.",
     )
+    demo.begin("Verify, with code that shares nothing with the splitter")
     demo.run(
-        "Verify, with code that shares nothing with the splitter",
         ["verify", "--source", str(source), "--converted", str(converted), "--ranks", str(ranks)],
         "the two ranks join to the converted words bit for bit, and the converted words are the source's within "
         "the errors above.",
     )
+    demo.begin("Measure what quantising cost, on text the model never saw")
     demo.run(
-        "Measure what quantising cost, on text the model never saw",
-        ["eval", str(source), str(converted), "--score-bytes", "8000", "--prompts", "3", "--continuation", "64"],
+        ["eval", str(source), str(converted), "--score-bytes", "8000", "--prompts", "4"],
         "the price of nvfp4 and fp8 on this model is the last line above, measured on the same text in one run.",
     )
-    demo.stage += 1
-    demo.say(f"\n[{demo.stage}/6] Serve: one proxy, two rank processes, and one question\n"
-             f"$ duovolt serve {ranks} --drafts 3")  # fmt: skip
+    demo.begin("Serve with one proxy and two rank processes, and ask")
+    demo.say(f"$ duovolt serve {ranks}")
     with served(ranks, args.quiet) as url:
-        demo.stage -= 1
         demo.run(
-            "Ask",
-            ["chat", "--url", url, "--once", args.question],
-            "both ranks computed every token and compared a lockstep record after each step; drafts changed the "
-            "speed, not one token.",
+            ["chat", "--url", url, "--once", args.question, "--temperature", "0"],
+            "both ranks computed every token and compared a lockstep record after each step.",
         )
     demo.say(f"\nAll stages done in {time.monotonic() - demo.started:.0f} s. The directories stay in {work}; next: "
              f"duovolt serve {ranks}, then open the address it prints.")  # fmt: skip

@@ -71,7 +71,9 @@ def answer(client: ChatClient, messages: list[dict[str, str]], quiet: bool) -> s
     """Print an answer as it comes, reasoning dimmed on the error stream; returns the text without reasoning."""
     dim, plain = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
     text, thinking, finish = "", False, None
+    timings: dict[str, Any] = {}
     for chunk in client.stream(messages):
+        timings = chunk.get("duovolt") or timings
         choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
         finish = choice.get("finish_reason") or finish
         if (reasoning := choice["delta"].get("reasoning_content")) and not quiet:
@@ -88,7 +90,19 @@ def answer(client: ChatClient, messages: list[dict[str, str]], quiet: bool) -> s
         raise CheckFailed("the answer ended without a reason; the server's log tells why.")
     if finish == "length" and not quiet:
         print("(cut at the length limit)", file=sys.stderr)
+    if timings and not quiet:
+        print(f"{dim}({describe(timings)}){plain}", file=sys.stderr, flush=True)
     return text
+
+
+def describe(timings: dict[str, Any]) -> str:
+    """The `duovolt` field of an answer in words."""
+    parts = [f"first token after {timings['prompt_ms']:,.0f} ms"]
+    if timings["tokens_per_second"] is not None:
+        parts.append(f"then {timings['tokens_per_second']:,.1f} tok/s")
+    if timings["drafts_proposed"]:
+        parts.append(f"{timings['drafts_accepted']} of {timings['drafts_proposed']} drafts accepted")
+    return ", ".join(parts)
 
 
 def _read_question() -> str | None:
