@@ -101,15 +101,26 @@ def _require_castable(source: Source, plan: ConversionPlan, facts: SourceFacts) 
             done += len(values)
 
 
-def _global_scale(part: PlannedPart, plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser, dtype: str) -> Any:
-    """The nvfp4 global scale of a matrix, from its largest magnitude and those of the partners that share it."""
-    partners = [part.spec.name.replace(part.spec.role, role) for role in quantiser.partner_roles(part.spec.role)]
-    sharing = [name for name in partners if name in plan.parts and plan.parts[name].encoding == part.encoding]
-    amax = max(float(facts.tensors[name].row_amax.max(initial=0)) for name in sharing)
-    try:
-        return quantiser.global_scale(amax, dtype)
-    except InputError as error:
-        raise InputError(f"{part.spec.name}: {error}") from None
+def _global_scales(
+    source: Source, plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser
+) -> dict[str, np.float32]:
+    """weight -> the nvfp4 global scale, from its largest magnitude and those of the partners that share it.
+
+    Raises InputError naming the weight that the quantiser has no scale for.
+    """
+    found: dict[str, np.float32] = {}
+    for part in plan.parts.values():
+        if part.part != "global_scale":
+            continue
+        name, role = part.spec.name, part.spec.role
+        partners = [name.replace(role, other) for other in quantiser.partner_roles(role)]
+        sharing = [other for other in partners if other in plan.parts and plan.parts[other].encoding == part.encoding]
+        amax = max(float(facts.tensors[other].row_amax.max(initial=0)) for other in sharing)
+        try:
+            found[name] = quantiser.global_scale(amax, source.checkpoint.tensors[name].dtype)
+        except InputError as error:
+            raise InputError(f"{source.checkpoint.tensors[name].path}: {name}: {error}") from None
+    return found
 
 
 class _Converter:
@@ -119,11 +130,12 @@ class _Converter:
         plan: ConversionPlan,
         facts: SourceFacts,
         encoder: BandEncoder,
+        global_scales: dict[str, np.float32],
         workers: int,
         advance: Advance,
     ) -> None:
         self.source, self.plan, self.facts, self.advance = source, plan, facts, advance
-        self.encoder, self.workers = encoder, workers
+        self.encoder, self.global_scales, self.workers = encoder, global_scales, workers
         self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
 
     def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
@@ -169,10 +181,11 @@ class _Converter:
 
     def _scale(self, part: PlannedPart) -> np.ndarray:
         """Row scales float32 [rows], or the global scale float32 []."""
-        quantiser, dtype = QUANTISERS[self.encoder.quantiser], self.source.checkpoint.tensors[part.spec.name].dtype
-        if part.part == "row_scale" or part.encoding == "fp8_e4m3":
-            return quantiser.row_scales(self.facts.tensors[part.spec.name].row_amax, dtype)
-        return np.array(_global_scale(part, self.plan, self.facts, quantiser, dtype), np.float32)
+        name = part.spec.name
+        if name in self.global_scales:
+            return np.array(self.global_scales[name], np.float32)
+        dtype = self.source.checkpoint.tensors[name].dtype
+        return QUANTISERS[self.encoder.quantiser].row_scales(self.facts.tensors[name].row_amax, dtype)
 
     def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
         entry = self.source.checkpoint.tensors[part.spec.name]
@@ -255,11 +268,13 @@ def convert(
     loops = compiled.choose(arithmetic, sum(source.checkpoint.tensors[name].nbytes for name in quantised))
     facts = scan(source, workers, advance)
     _require_castable(source, plan, facts)
+    global_scales = _global_scales(source, plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source))
     if (done := _already_done(target, identity, source_bytes)) is not None:
         return done
     with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
-        converter = _Converter(source, plan, facts, BandEncoder(recipe.quantiser, loops), workers, advance)
+        encoder = BandEncoder(recipe.quantiser, loops)
+        converter = _Converter(source, plan, facts, encoder, global_scales, workers, advance)
         digests: dict[str, str] = {}
         with disk_errors(target):
             for name, tensors in plan.files:

@@ -43,7 +43,7 @@ def nvfp4_words(weight: np.ndarray, scale: np.float32, dtype: str) -> tuple[np.n
     return nvfp4.pack(e2m1(y)), block_scale
 
 
-def _scales(amax: np.ndarray, dtype: str) -> np.ndarray:
+def _scales(amax: np.ndarray | np.floating, dtype: str) -> np.ndarray:
     scale = through(amax / fp8.MAX, dtype)
     return np.where(scale == 0, _ZERO_SCALE[dtype], scale).astype(np.float32)
 

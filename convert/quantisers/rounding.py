@@ -16,7 +16,7 @@ def through(values: np.ndarray | np.floating, dtype: str) -> np.ndarray:
     """
     values = np.asarray(values, np.float32)
     if dtype == "BF16":
-        return to_float32(to_bf16(values), "BF16")
+        return to_float32(to_bf16(values), "BF16").reshape(values.shape)
     if dtype == "F16":
         with np.errstate(over="ignore"):  # infinite, as the library's own value would be
             return values.astype(np.float16).astype(np.float32)
