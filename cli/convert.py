@@ -22,6 +22,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="a BF16, F16 or F32 checkpoint of the family")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write (new or empty)")
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
+    parser.add_argument(
+        "--arithmetic", choices=("auto", "compiled", "numpy"), default="auto",
+        help="how values are quantised, the same bytes at another speed (default: auto, compiled if it pays)",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
 
 
@@ -34,10 +38,11 @@ def describe(report: ConversionReport) -> str:
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     state = " (already there, every file re-hashed)" if report.already_done else ""
     resumed = f", {len(report.resumed)} files kept from an interrupted run" if report.resumed else ""
+    arithmetic = f", arithmetic {report.arithmetic}" if report.arithmetic else ""
     return (
         f"converted {report.source_bytes / 1e6:,.2f} MB to {report.converted_bytes / 1e6:,.2f} MB "
         f"({report.converted_bytes / max(1, report.source_bytes):.3f}): {counts}{resumed}{state}\n"
-        f"conversion {report.manifest.conversion_id}, recipe {report.manifest.recipe['name']}"
+        f"conversion {report.manifest.conversion_id}, recipe {report.manifest.recipe['name']}{arithmetic}"
     )
 
 
@@ -47,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe)
     total = 2 * sum(entry.nbytes for entry in Source.open(args.source).checkpoint.tensors.values())
     with byte_bar("convert", total, args.quiet) as advance:
-        report = convert(args.source, args.target, recipe, args.workers, advance)
+        report = convert(args.source, args.target, recipe, args.workers, advance, args.arithmetic)
     if not args.quiet:
         print(describe(report))
     return 0

@@ -19,11 +19,10 @@ from .. import __version__
 from ..checkpoint.container import NUMPY_DTYPE
 from ..checkpoint.digest import digest_file, digest_json
 from ..checkpoint.directory import Checkpoint, read_json
-from ..checkpoint.encodings import fp8, nvfp4
-from ..checkpoint.encodings.plain import to_float32
+from ..checkpoint.encodings.plain import LARGEST, from_float32, to_float32
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import file_metadata
-from ..checkpoint.layouts import ROWS, layout_named
+from ..checkpoint.layouts import ROWS
 from ..checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -35,6 +34,8 @@ from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, re
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
+from .quantisers import QUANTISERS, Quantiser, compiled
+from .quantisers.bands import BandEncoder
 from .recipe import Recipe
 from .source import Advance, Source, SourceFacts, require_unchanged, row_band, scan
 
@@ -52,6 +53,7 @@ class ConversionReport:
     converted_bytes: int
     resumed: list[str]
     already_done: bool
+    arithmetic: str = ""
 
 
 def conversion_id(source: Source, recipe: Recipe, facts: SourceFacts, side: dict[str, str]) -> str:
@@ -79,34 +81,61 @@ def _require_apart(source: Path, target: Path) -> None:
         )
 
 
-def _scale(part: PlannedPart, facts: SourceFacts) -> np.ndarray:
-    row_amax = facts.tensors[part.spec.name].row_amax
-    if part.encoding == "nvfp4":
-        return np.array(nvfp4.multiplier(float(row_amax.max(initial=0))), np.float32)
-    return fp8.row_scales(row_amax)
+def _require_castable(source: Source, plan: ConversionPlan, facts: SourceFacts) -> None:
+    """Raises InputError naming tensor, index and value of the first that a narrower dtype cannot hold."""
+    for part in plan.parts.values():
+        largest = LARGEST[part.stored.dtype] if part.part == "plain" else None
+        if largest is None or facts.tensors[part.spec.name].row_amax.max(initial=0) <= largest:
+            continue
+        entry = source.checkpoint.tensors[part.spec.name]
+        done = 0
+        for block in source.checkpoint.blocks(entry.name, BAND_BYTES):
+            values = to_float32(np.frombuffer(block, NUMPY_DTYPE[entry.dtype]), entry.dtype)
+            beyond = np.flatnonzero(np.abs(values) > largest)
+            if len(beyond):
+                index = [int(n) for n in np.unravel_index(done + beyond[0], entry.shape)]
+                raise InputError(
+                    f"{entry.path}: tensor {entry.name!r} holds {values[beyond[0]]:.9g} at index {index}, beyond the "
+                    f"largest {part.encoding} value {largest:.9g}. Use a recipe that keeps this tensor."
+                )
+            done += len(values)
 
 
-def _laid_out(words: np.ndarray, layout: str) -> np.ndarray:
-    tile = layout_named(layout)
-    return words if tile is None else tile.apply(words)
+def _global_scales(
+    source: Source, plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser
+) -> dict[str, np.float32]:
+    """weight -> the nvfp4 global scale, from its largest magnitude and those of the partners that share it.
 
-
-def _quantise(
-    weight: np.ndarray, scale: np.ndarray, words: PlannedPart, block_scale: PlannedPart | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Stored bytes (layout applied) of a band of whole tile rows: words, and block scales where the encoding has them."""
-    if block_scale is None:
-        return _laid_out(fp8.encode_rows(weight, scale), words.layout), None
-    codes, scales = nvfp4.encode(weight, np.float32(scale))
-    return _laid_out(codes, words.layout), _laid_out(scales, block_scale.layout)
+    Raises InputError naming the weight that the quantiser has no scale for.
+    """
+    found: dict[str, np.float32] = {}
+    for part in plan.parts.values():
+        if part.part != "global_scale":
+            continue
+        name, role = part.spec.name, part.spec.role
+        partners = [name.replace(role, other) for other in quantiser.partner_roles(role)]
+        sharing = [other for other in partners if other in plan.parts and plan.parts[other].encoding == part.encoding]
+        amax = max(float(facts.tensors[other].row_amax.max(initial=0)) for other in sharing)
+        try:
+            found[name] = quantiser.global_scale(amax, source.checkpoint.tensors[name].dtype)
+        except InputError as error:
+            raise InputError(f"{source.checkpoint.tensors[name].path}: {name}: {error}") from None
+    return found
 
 
 class _Converter:
     def __init__(
-        self, source: Source, plan: ConversionPlan, facts: SourceFacts, workers: int, advance: Advance
+        self,
+        source: Source,
+        plan: ConversionPlan,
+        facts: SourceFacts,
+        encoder: BandEncoder,
+        global_scales: dict[str, np.float32],
+        workers: int,
+        advance: Advance,
     ) -> None:
         self.source, self.plan, self.facts, self.advance = source, plan, facts, advance
-        self.workers = workers
+        self.encoder, self.global_scales, self.workers = encoder, global_scales, workers
         self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
 
     def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
@@ -119,7 +148,7 @@ class _Converter:
                 if part.part == "plain":
                     self._copy(writer, part)
                 elif part.part in ("row_scale", "global_scale"):
-                    writer.write(_scale(part, self.facts))
+                    writer.write(self._scale(part))
                 elif part.part == "words":
                     spool.seek(0)
                     spool.truncate()
@@ -142,13 +171,26 @@ class _Converter:
         require_unchanged(entry, self.facts.tensors[name].digest, digest.hexdigest())
 
     def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
+        dtype = self.source.checkpoint.tensors[part.spec.name].dtype
         for block in self._blocks(part.spec.name, BAND_BYTES):
-            writer.write(block)
+            if dtype == part.stored.dtype:  # never through arithmetic, which might touch a NaN's payload
+                writer.write(block)
+            else:
+                values = to_float32(np.frombuffer(block, NUMPY_DTYPE[dtype]), dtype)
+                writer.write(from_float32(values, part.stored.dtype))
+
+    def _scale(self, part: PlannedPart) -> np.ndarray:
+        """Row scales float32 [rows], or the global scale float32 []."""
+        name = part.spec.name
+        if name in self.global_scales:
+            return np.array(self.global_scales[name], np.float32)
+        dtype = self.source.checkpoint.tensors[name].dtype
+        return QUANTISERS[self.encoder.quantiser].row_scales(self.facts.tensors[name].row_amax, dtype)
 
     def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
         entry = self.source.checkpoint.tensors[part.spec.name]
         columns = entry.shape[1]
-        scale = _scale(part, self.facts)
+        scale = self._scale(part)
         block_scale = self.block_scales.get(part.spec.name)
         pending: deque[Future[tuple[np.ndarray, np.ndarray | None]]] = deque()
 
@@ -158,15 +200,16 @@ class _Converter:
             if scales is not None:
                 spool.write(np.ascontiguousarray(scales).data)
 
-        def work(raw: bytes, first: int) -> tuple[np.ndarray, np.ndarray | None]:
-            weight = to_float32(np.frombuffer(raw, NUMPY_DTYPE[entry.dtype]).reshape(-1, columns), entry.dtype)
-            mine = scale[first : first + len(weight)] if block_scale is None else scale
-            return _quantise(weight, mine, part, block_scale)
+        def work(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray | None]:
+            if block_scale is None:
+                return self.encoder.fp8(rows, entry.dtype, scale[first : first + len(rows)], part.layout), None
+            return self.encoder.nvfp4(rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout)
 
         first = 0
         for block in self._blocks(part.spec.name, row_band(entry, BAND_BYTES, ROWS)):
-            pending.append(pool.submit(work, bytes(block), first))
-            first += len(block) // (entry.nbytes // entry.shape[0])
+            rows = np.frombuffer(block, NUMPY_DTYPE[entry.dtype]).reshape(-1, columns).copy()
+            pending.append(pool.submit(work, rows, first))
+            first += len(rows)
             if len(pending) > self.workers + 1:
                 take()
         while pending:
@@ -207,9 +250,12 @@ def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionR
     return ConversionReport(manifest, source_bytes, size, [], True)
 
 
-def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advance: Advance) -> ConversionReport:
+def convert(
+    source_path: Path, target: Path, recipe: Recipe, workers: int, advance: Advance, arithmetic: str = "auto"
+) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
+    `arithmetic` is `auto`, `compiled` or `numpy`: the same bytes at another speed.
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """
     source = Source.open(source_path)
@@ -218,12 +264,17 @@ def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advan
     source_bytes = sum(entry.nbytes for entry in source.checkpoint.tensors.values())
     if not target.exists():
         require_space(target, plan.nbytes)
+    quantised = {part.spec.name for part in plan.parts.values() if part.part == "words"}
+    loops = compiled.choose(arithmetic, sum(source.checkpoint.tensors[name].nbytes for name in quantised))
     facts = scan(source, workers, advance)
+    _require_castable(source, plan, facts)
+    global_scales = _global_scales(source, plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source))
     if (done := _already_done(target, identity, source_bytes)) is not None:
         return done
     with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
-        converter = _Converter(source, plan, facts, workers, advance)
+        encoder = BandEncoder(recipe.quantiser, loops)
+        converter = _Converter(source, plan, facts, encoder, global_scales, workers, advance)
         digests: dict[str, str] = {}
         with disk_errors(target):
             for name, tensors in plan.files:
@@ -254,4 +305,4 @@ def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advan
             source=_source_record(source, facts),
             provenance={"tool": f"duovolt {__version__}"} | source.provenance(),
         )
-        return ConversionReport(stage.seal(manifest), source_bytes, plan.nbytes, stage.resumed, False)
+        return ConversionReport(stage.seal(manifest), source_bytes, plan.nbytes, stage.resumed, False, str(loops))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_OF_DTYPE, part_name
+from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS, PLAIN_OF_DTYPE, part_name
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import plan_files
 from ..checkpoint.layouts import CANONICAL, stored_form
@@ -66,9 +66,9 @@ def tensor_records(
 
 
 def _parts(spec: TensorSpec, dtype: str, encoding: str | None, layout_family: str) -> list[PlannedPart]:
-    if encoding is None:
-        stored = Planned(spec.name, dtype, spec.shape)
-        return [PlannedPart(spec, "plain", PLAIN_OF_DTYPE[dtype], CANONICAL, spec.shape, stored)]
+    if encoding is None or encoding in PLAIN_ENCODINGS:
+        stored = Planned(spec.name, PLAIN_ENCODINGS.get(encoding or "", dtype), spec.shape)
+        return [PlannedPart(spec, "plain", PLAIN_OF_DTYPE[stored.dtype], CANONICAL, spec.shape, stored)]
     found = []
     for part in MATRIX_ENCODINGS[encoding]:
         try:

@@ -13,11 +13,11 @@ from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, read_range
 from ..checkpoint.digest import digest_file
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import PLAIN_OF_DTYPE
-from ..checkpoint.encodings.plain import to_float32
+from ..checkpoint.encodings.plain import from_float32, to_float32
 from ..checkpoint.encodings.weights import weights_of
 from ..checkpoint.errors import DuovoltError, InputError
 from ..checkpoint.manifest import Manifest, SourceRef, TensorRecord
-from .errors import ErrorSums, fp8_bound, nvfp4_bound
+from .errors import ALLOWANCES, PLAIN, Allowance, ErrorSums, fp8_bound, nvfp4_bound
 from .report import Proof, Report
 from .stage import StageView
 from .whole import UNREADABLE
@@ -60,6 +60,7 @@ class _SourceProofs:
     kept: Proof
     quantised: Proof
     report: Report
+    allowance: Allowance
     seen: set[str] = field(default_factory=set)
 
     def entry(self, ref: SourceRef) -> TensorEntry | None:
@@ -130,9 +131,9 @@ class _SourceProofs:
         self, values: np.ndarray, names: dict[str, str], parts: dict[str, TensorRecord], first: int, last: int
     ) -> np.ndarray:
         if "row_scale" in parts:
-            return fp8_bound(values, self.reader.rows(names["row_scale"], first, last))
+            return fp8_bound(values, self.reader.rows(names["row_scale"], first, last), self.allowance)
         multiplier = np.float32(self.reader.rows(names["global_scale"], 0, 1).reshape(-1)[0])
-        return nvfp4_bound(values, self.reader.rows(names["block_scale"], first, last), multiplier)
+        return nvfp4_bound(values, self.reader.rows(names["block_scale"], first, last), multiplier, self.allowance)
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -153,11 +154,11 @@ def _rows(entry: TensorEntry, shape: tuple[int, ...], first: int, last: int) -> 
 def _unequal(
     stored: np.ndarray, stored_dtype: str, source: np.ndarray, source_dtype: str
 ) -> tuple[list[int], str, str] | None:
-    """First difference in words; in values where a scale was widened to another floating-point type."""
-    if stored.itemsize == source.itemsize:
+    """First difference in words; in values, rounded once, where they were cast to another floating-point type."""
+    if stored_dtype == source_dtype or stored_dtype not in PLAIN_OF_DTYPE:
         return first_difference(stored, source.reshape(stored.shape))
-    widened = to_float32(source, source_dtype).reshape(stored.shape)
-    return first_difference(to_float32(stored, stored_dtype), widened)
+    values = from_float32(to_float32(source, source_dtype), stored_dtype).reshape(stored.shape)
+    return first_difference(to_float32(stored, stored_dtype), to_float32(values, stored_dtype))
 
 
 def _compare_side_files(source: Checkpoint, manifest: Manifest, config: dict[str, Any] | None, report: Report) -> None:
@@ -196,6 +197,7 @@ def prove_source(
         report.begin("source -> converted: kept words"),
         report.begin("source -> converted: quantised values"),
         report,
+        ALLOWANCES.get(str(manifest.recipe.get("quantiser")), PLAIN),
     )  # fmt: skip
     kept = 0
     try:
