@@ -101,7 +101,7 @@ LAYOUTS: dict[str, TileLayout] = {
     )
 }
 
-# Which layout a recipe's `layout = "v100"` gives to each (encoding, part); what is not listed stays canonical.
+# Which layout a recipe's `layout = "v100"` gives to each (kind of words, part); what is not listed stays canonical.
 V100 = {
     ("nvfp4", "words"): "v100-nvfp4",
     ("nvfp4", "block_scale"): "v100-scale",
@@ -120,7 +120,7 @@ def layout_named(name: str) -> TileLayout | None:
 
 def stored_form(family: str, encoding: str, part: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """(layout name, stored shape) of a part of canonical `shape` in a recipe's layout family: `v100` or `canonical`."""
-    wanted = V100.get((encoding, part)) if family == "v100" else None
+    wanted = V100.get((encoding.partition("/")[0], part)) if family == "v100" else None
     if wanted is None or len(shape) != 2 or not LAYOUTS[wanted].fits(*shape):
         return CANONICAL, shape
     return wanted, LAYOUTS[wanted].shape(*shape)
