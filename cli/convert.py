@@ -13,15 +13,20 @@ from .progress import byte_bar
 EXAMPLE = """example:
   duovolt convert Qwen3.8-27B converted
   duovolt convert Qwen3.8-27B converted --recipe my-recipe.toml --workers 8
+  duovolt convert Qwen3.8-27B-NVFP4 converted --mtp-from Qwen3.8-27B
 
+Weights that the source has in fp8 or nvfp4 keep every word and scale; the recipe is for those that are plain.
 An interrupted run is resumed by the same command; the result is byte for byte that of an unbroken one."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("source", type=Path, metavar="SRC", help="a BF16, F16 or F32 checkpoint of the family")
+    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint of the family, plain or quantised")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write (new or empty)")
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
+    parser.add_argument(
+        "--mtp-from", type=Path, metavar="DIR", help="another source of the same model, for an MTP layer that SRC lacks"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
 
 
@@ -45,9 +50,11 @@ def run(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise InputError(f"--workers {args.workers}: at least 1.")
     recipe = load_recipe(args.recipe)
-    total = 2 * sum(entry.nbytes for entry in Source.open(args.source).checkpoint.tensors.values())
+    total = 2 * Source.open(args.source, args.mtp_from).nbytes
     with byte_bar("convert", total, args.quiet) as advance:
-        report = convert(args.source, args.target, recipe, args.workers, advance)
+        report = convert(args.source, args.target, recipe, args.workers, advance, args.mtp_from)
     if not args.quiet:
+        for notice in report.notices:
+            print(f"notice: {notice}.")
         print(describe(report))
     return 0

@@ -102,7 +102,7 @@ def _decoded(weight: SourceWeight, dtype: str, dialect: Dialect) -> PlainTensor:
     reader = SourceReader(weight)
 
     def values(first: int, last: int) -> np.ndarray:
-        parts = {part: (part, weight.parts[part].dtype) for part in weight.parts}
+        parts: dict[str, tuple[str, str]] = {part: (part, entry.dtype) for part, entry in weight.parts.items()}
         found = decode_band(weight.name, weight.encoding, parts, reader, first, last, dialect)
         return found if dtype == "F32" else to_bf16(found)
 

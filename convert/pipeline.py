@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 
 from .. import __version__
-from ..checkpoint.container import NUMPY_DTYPE
-from ..checkpoint.digest import digest_file, digest_json
-from ..checkpoint.directory import Checkpoint, read_json
+from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks
+from ..checkpoint.digest import digest_file, digest_json, json_bytes
+from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import fp8, nvfp4
 from ..checkpoint.encodings.plain import to_float32
 from ..checkpoint.errors import InputError
@@ -31,16 +31,17 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
+from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .recipe import Recipe
-from .source import Advance, Source, SourceFacts, require_unchanged, row_band, scan
+from .repack import repacked
+from .source import MTP, Advance, Source, SourceFacts, require_unchanged, row_band, scan
 
 BAND_BYTES = 4 << 20  # source bytes quantised at a time by one thread; float32 temporaries are a few times larger
 SPOOL_BYTES = 32 << 20  # block scales of one tensor held in memory while its words are written
-HF_QUANT_CONFIG = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class ConversionReport:
     converted_bytes: int
     resumed: list[str]
     already_done: bool
+    notices: list[str]
 
 
 def conversion_id(source: Source, recipe: Recipe, facts: SourceFacts, side: dict[str, str]) -> str:
     """Digest of exactly what decides the output bytes: input bytes, recipe, format version."""
     tensors = {
-        name: [entry.dtype, list(entry.shape), facts.tensors[name].digest]
-        for name, entry in source.checkpoint.tensors.items()
+        name: [entry.dtype, list(entry.shape), facts.tensors[name].digest] for name, entry in source.entries.items()
     }
     return digest_json(
         {
@@ -80,7 +81,7 @@ def _require_apart(source: Path, target: Path) -> None:
 
 
 def _scale(part: PlannedPart, facts: SourceFacts) -> np.ndarray:
-    row_amax = facts.tensors[part.spec.name].row_amax
+    row_amax = facts.tensors[part.origin.name].row_amax
     if part.encoding == "nvfp4":
         return np.array(nvfp4.multiplier(float(row_amax.max(initial=0))), np.float32)
     return fp8.row_scales(row_amax)
@@ -116,8 +117,8 @@ class _Converter:
             writer = ShardWriter(handle, tensors, file_metadata(identity))
             for tensor in tensors:
                 part = self.plan.parts[tensor.name]
-                if part.part == "plain":
-                    self._copy(writer, part)
+                if part.part == "plain" or part.imported:
+                    self._repack(writer, part)
                 elif part.part in ("row_scale", "global_scale"):
                     writer.write(_scale(part, self.facts))
                 elif part.part == "words":
@@ -132,21 +133,20 @@ class _Converter:
         stage.finished(name, record, {"digests": writer.digests})
         return writer.digests
 
-    def _blocks(self, name: str, block_bytes: int) -> Iterator[memoryview]:
-        entry = self.source.checkpoint.tensors[name]
+    def _blocks(self, entry: TensorEntry, block_bytes: int) -> Iterator[memoryview]:
         digest = xxhash.xxh3_128()
-        for block in self.source.checkpoint.blocks(name, block_bytes):
+        for block in blocks(entry, block_bytes):
             digest.update(block)
             self.advance(len(block))
             yield block
-        require_unchanged(entry, self.facts.tensors[name].digest, digest.hexdigest())
+        require_unchanged(entry, self.facts.tensors[entry.name].digest, digest.hexdigest())
 
-    def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
-        for block in self._blocks(part.spec.name, BAND_BYTES):
-            writer.write(block)
+    def _repack(self, writer: ShardWriter, part: PlannedPart) -> None:
+        for block in self._blocks(part.origin, row_band(part.origin, BAND_BYTES, ROWS)):
+            writer.write(repacked(part, block))
 
     def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
-        entry = self.source.checkpoint.tensors[part.spec.name]
+        entry = part.origin
         columns = entry.shape[1]
         scale = _scale(part, self.facts)
         block_scale = self.block_scales.get(part.spec.name)
@@ -164,7 +164,7 @@ class _Converter:
             return _quantise(weight, mine, part, block_scale)
 
         first = 0
-        for block in self._blocks(part.spec.name, row_band(entry, BAND_BYTES, ROWS)):
+        for block in self._blocks(entry, row_band(entry, BAND_BYTES, ROWS)):
             pending.append(pool.submit(work, bytes(block), first))
             first += len(block) // (entry.nbytes // entry.shape[0])
             if len(pending) > self.workers + 1:
@@ -175,25 +175,31 @@ class _Converter:
 
 def _side_files(source: Source) -> dict[str, str]:
     """Digest of every side file, all of which decide output bytes."""
-    return {name: digest_file(source.checkpoint.path / name) for name in _copied(source)}
+    return {name: digest_file(source.checkpoint.path / name) for name in source.checkpoint.side_files}
 
 
 def _copied(source: Source) -> list[str]:
-    # A plain source's config.json has no quantisation to strip, and goes over byte for byte like the rest;
-    # hf_quant_config.json would lie about the converted weights and is kept inside the manifest instead.
-    return [name for name in source.checkpoint.side_files if name != HF_QUANT_CONFIG]
+    """Side files that go over byte for byte.
+
+    hf_quant_config.json would lie about the converted weights and is kept inside the manifest instead; config.json is
+    written anew where it says something of quantisation, or of an MTP layer that is not there.
+    """
+    rewritten = "config.json" if source.converted_config() != source.checkpoint.config else None
+    return [name for name in source.checkpoint.side_files if name not in (HF_QUANT_CONFIG, rewritten)]
 
 
 def _source_record(source: Source, facts: SourceFacts) -> SourceRecord:
-    hf_path = source.checkpoint.path / HF_QUANT_CONFIG
     return SourceRecord(
-        quantization_config=source.quantization_config,
-        hf_quant_config=read_json(hf_path) if hf_path.exists() else None,
+        quantization_config=source.form.config,
+        hf_quant_config=source.form.hf_config,
         files=facts.files,
+        dropped=dict(sorted(source.dropped.items())),
+        absent=source.absent,
+        second=[MTP] if source.second is not None else [],
     )
 
 
-def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionReport | None:
+def _already_done(target: Path, identity: str, source: Source) -> ConversionReport | None:
     if not has_manifest(target):
         return None
     manifest = read_manifest(target)
@@ -204,23 +210,32 @@ def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionR
         )
     recheck_finished(target, manifest)
     size = sum(entry.nbytes for entry in Checkpoint.open(target).tensors.values())
-    return ConversionReport(manifest, source_bytes, size, [], True)
+    return ConversionReport(manifest, source.nbytes, size, [], True, source.notices)
 
 
-def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advance: Advance) -> ConversionReport:
+def convert(
+    source_path: Path,
+    target: Path,
+    recipe: Recipe,
+    workers: int,
+    advance: Advance,
+    mtp_from: Path | None = None,
+) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
+
+    `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
 
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """
-    source = Source.open(source_path)
-    _require_apart(source_path, target)
+    source = Source.open(source_path, mtp_from)
+    for place in filter(None, (source_path, mtp_from)):
+        _require_apart(place, target)
     plan = plan_conversion(source, recipe)
-    source_bytes = sum(entry.nbytes for entry in source.checkpoint.tensors.values())
     if not target.exists():
         require_space(target, plan.nbytes)
     facts = scan(source, workers, advance)
     identity = conversion_id(source, recipe, facts, _side_files(source))
-    if (done := _already_done(target, identity, source_bytes)) is not None:
+    if (done := _already_done(target, identity, source)) is not None:
         return done
     with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
         converter = _Converter(source, plan, facts, workers, advance)
@@ -230,15 +245,14 @@ def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advan
                 note = stage.resume(name)
                 if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:
                     digests |= note["digests"]
-                    advance(
-                        sum(
-                            source.checkpoint.tensors[n].nbytes for n in {plan.parts[t.name].spec.name for t in tensors}
-                        )
-                    )
+                    origins = {part.origin.name: part.origin for part in (plan.parts[t.name] for t in tensors)}
+                    advance(sum(entry.nbytes for entry in origins.values()))
                 else:
                     digests |= converter.write_file(stage, name, pool, identity)
             for name in _copied(source):
                 stage.copy(source.checkpoint.path / name)
+            if (config := source.converted_config()) != source.checkpoint.config:
+                stage.put("config.json", json_bytes(config))
             weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
             stage.put_index(weight_map, plan.nbytes)
         manifest = Manifest(
@@ -249,9 +263,9 @@ def convert(source_path: Path, target: Path, recipe: Recipe, workers: int, advan
             recipe=recipe.resolved(),
             tp_size=None,
             tp_rank=None,
-            tensors=tensor_records(source, plan, lambda name: facts.tensors[name].digest, digests.__getitem__),
+            tensors=tensor_records(plan, lambda name: facts.tensors[name].digest, digests.__getitem__),
             files=dict(sorted(stage.files.items())),
             source=_source_record(source, facts),
             provenance={"tool": f"duovolt {__version__}"} | source.provenance(),
         )
-        return ConversionReport(stage.seal(manifest), source_bytes, plan.nbytes, stage.resumed, False)
+        return ConversionReport(stage.seal(manifest), source.nbytes, plan.nbytes, stage.resumed, False, source.notices)

@@ -107,12 +107,19 @@ def part_name(weight: str, part: Part) -> str:
     return weight.removesuffix(".weight") + part.suffix
 
 
-def refined_unit(unit: int, extent: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """Elements that a tile scale covers on a rank that holds `ranges` of an axis of `extent`.
+def tile_ranges(unit: int, extent: int, ranges: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    """How tile scales of `unit` elements follow a rank's `ranges` of an axis of `extent`.
 
-    Where a cut falls inside a tile, the largest step that meets every cut: each scale is then repeated for the smaller
-    tiles, and no value changes.
+    Returns the elements that a scale covers on the rank, and the ranges counted in those. Where a cut falls inside a
+    tile, that is the largest step that meets every cut: each scale is then repeated for the smaller tiles, and no value
+    changes.
     """
-    joined = [edge for pair in ranges for edge in pair]
-    whole = joined[0] == 0 and joined[-1] == extent and joined[1:-1:2] == joined[2:-1:2]
-    return unit if whole else math.gcd(unit, *joined)
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    whole = joined == [(0, extent)]
+    fine = unit if whole else math.gcd(unit, *(edge for pair in joined for edge in pair))
+    return fine, [(start // fine, -(-stop // fine)) for start, stop in joined]

@@ -8,7 +8,7 @@ from .. import layouts
 from ..directory import Checkpoint
 from ..errors import CheckFailed, InputError
 from ..manifest import Manifest, TensorRecord
-from . import PLAIN_ENCODINGS, fp8, nvfp4, plain, refined_unit, tile_of, words_of
+from . import PLAIN_ENCODINGS, fp8, nvfp4, plain, tile_of, tile_ranges, words_of
 
 
 def weights_of(manifest: Manifest) -> dict[str, dict[str, str]]:
@@ -85,7 +85,7 @@ def tile_here(encoding: str, words: TensorRecord) -> tuple[int, int] | None:
     if tile is None or split is None or split.axis is None:
         return tile
     shape = stored_extent(split.whole.shape, split.whole.layout)
-    refined = refined_unit(tile[split.axis], shape[split.axis], split.ranges)
+    refined, _ = tile_ranges(tile[split.axis], shape[split.axis], split.ranges)
     return (refined, tile[1]) if split.axis == 0 else (tile[0], refined)
 
 
