@@ -31,17 +31,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def describe(report: ConversionReport) -> str:
-    """Two lines: sizes, and what the id stands for."""
+    """Three lines: sizes, weights of each part of the model, and what the id stands for."""
     kinds: dict[str, int] = {}
     for record in report.manifest.tensors.values():
         if record.part in ("plain", "words"):
             kinds[record.encoding] = kinds.get(record.encoding, 0) + 1
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    weights = ", ".join(f"{count} {part}" for part, count in report.manifest.provenance["weights"].items()) + " weights"
     state = " (already there, every file re-hashed)" if report.already_done else ""
     resumed = f", {len(report.resumed)} files kept from an interrupted run" if report.resumed else ""
     return (
         f"converted {report.source_bytes / 1e6:,.2f} MB to {report.converted_bytes / 1e6:,.2f} MB "
         f"({report.converted_bytes / max(1, report.source_bytes):.3f}): {counts}{resumed}{state}\n"
+        f"{weights}\n"
         f"conversion {report.manifest.conversion_id}, recipe {report.manifest.recipe['name']}"
     )
 

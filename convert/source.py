@@ -75,7 +75,7 @@ class Source:
         config = ModelConfig.from_dict(checkpoint.config, str(path / "config.json"))
         form = read_form(checkpoint)
         weights = _by_family_name(form, where)
-        dropped, absent, notices = dict(form.dropped), [], list(form.notices)
+        dropped, absent, notices = dict(form.dropped), [], checkpoint.notices + form.notices
         has_mtp = any(name.startswith("mtp.") for name in weights)
         second = None
         if mtp_from is not None:
@@ -120,9 +120,16 @@ class Source:
         plain = without_quantisation(self.checkpoint.config)
         return without_mtp(plain) if MTP in self.absent else plain
 
+    def counts(self) -> dict[str, int]:
+        """Weights of each part of the model: nothing of text, MTP or vision may go missing unnoticed."""
+        counts = {"text": 0, "mtp": 0, "vision": 0}
+        for spec in self.specs.values():
+            counts[spec.group] += 1
+        return counts
+
     def provenance(self) -> dict[str, Any]:
-        """Repository, revision and commit, as the downloads recorded them; empty for a directory of unknown origin."""
-        found = _recorded(self.checkpoint.path)
+        """Repository, revision and commit, as the downloads recorded them (if they did); weights of each part."""
+        found = _recorded(self.checkpoint.path) | {"weights": self.counts()}
         if self.second is not None:
             found["mtp_from"] = _recorded(self.second.path)
         return found

@@ -12,6 +12,8 @@ KNOWN_PREFIXES = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
     ("visual.", "model.visual."),
+    ("vision_tower.", "model.visual."),
+    ("model.vision_tower.", "model.visual."),
     ("model.mtp.", "mtp."),
     ("language_model.mtp.", "mtp."),
     ("model.layers.", "model.language_model.layers."),
