@@ -50,7 +50,8 @@ def dialect_of(producer: str, dtype: str) -> Dialect:
 def producer_of(config: dict[str, Any] | None, hf_config: dict[str, Any] | None) -> str:
     """The library whose convention a configuration follows; `plain` if there is none."""
     if config is None:
-        return "plain" if hf_config is None else "modelopt"
+        stated = (hf_config or {}).get("quantization")
+        return "plain" if stated is None or stated == {} else "modelopt"
     method = config.get("quant_method")
     if method is None and ("quant_algo" in config or hf_config is not None):
         return "modelopt"
@@ -188,7 +189,7 @@ def read_form(checkpoint: Checkpoint) -> SourceForm:
                     "quantisation (no quantization_config, no hf_quant_config.json). Fetch the whole repository again."
                 )
         weights = {name: plain_weight(entry) for name, entry in checkpoint.tensors.items()}
-        return SourceForm("plain", weights)
+        return SourceForm("plain", weights, config=config, hf_config=hf_config)
     reader = _Reader(declaration)
     for module in modules.values():
         reader.module(module)
