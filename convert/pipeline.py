@@ -117,8 +117,10 @@ class _Converter:
             writer = ShardWriter(handle, tensors, file_metadata(identity))
             for tensor in tensors:
                 part = self.plan.parts[tensor.name]
-                if part.part == "plain" or part.imported:
-                    self._repack(writer, part)
+                if part.part == "plain":
+                    self._copy(writer, part)
+                elif part.imported:
+                    self._repack(writer, part, pool)
                 elif part.part in ("row_scale", "global_scale"):
                     writer.write(_scale(part, self.facts))
                 elif part.part == "words":
@@ -141,9 +143,18 @@ class _Converter:
             yield block
         require_unchanged(entry, self.facts.tensors[entry.name].digest, digest.hexdigest())
 
-    def _repack(self, writer: ShardWriter, part: PlannedPart) -> None:
+    def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
+        for block in self._blocks(part.origin, BAND_BYTES):
+            writer.write(block)
+
+    def _repack(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor) -> None:
+        pending: deque[Future[np.ndarray]] = deque()
         for block in self._blocks(part.origin, row_band(part.origin, BAND_BYTES, ROWS)):
-            writer.write(repacked(part, block))
+            pending.append(pool.submit(repacked, part, bytes(block)))
+            if len(pending) > self.workers + 1:
+                writer.write(pending.popleft().result())
+        while pending:
+            writer.write(pending.popleft().result())
 
     def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
         entry = part.origin

@@ -10,8 +10,8 @@ from ..errors import InputError
 from .base import TILE, Declaration, Rule, Scheme, everything, exact, expression, pair, section, strings
 
 FP8_SCALES = {"tensor": "tensor", "channel": "row", "block": "tile"}
-FORMATS = {"nvfp4-pack-quantized", "float-quantized", "naive-quantized", "mixed-precision"}
-STATUSES = {None, "compressed"}
+FORMATS = ("float-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized")
+STATUSES = (None, "compressed")
 
 
 def _rule(text: str, where: str) -> Rule:
@@ -27,7 +27,7 @@ def _scheme(group: str, weights: dict[str, Any], form: Any, where: str) -> Schem
         if bits == 4 and strategy == "tensor_group" and weights.get("group_size") == 16:
             if form in ("nvfp4-pack-quantized", None):
                 return Scheme("nvfp4", ("divisor",), label)
-        elif bits == 8 and strategy in FP8_SCALES and form in ("float-quantized", "naive-quantized", None):
+        elif bits == 8 and strategy in tuple(FP8_SCALES) and form in ("float-quantized", "naive-quantized", None):
             tile = TILE
             if strategy == "block":
                 tile = pair(weights.get("block_structure"), "block_structure", f"{where}: {group}")
@@ -42,7 +42,7 @@ def declare(config: dict[str, Any], where: str) -> Declaration:
     """Rules of a `quantization_config` of quant_method compressed-tensors. Raises InputError for what is not read."""
     top = config.get("format")
     if top not in FORMATS and top is not None:
-        raise InputError(f"{where}: format {top!r} is not one that this duovolt reads ({', '.join(sorted(FORMATS))}).")
+        raise InputError(f"{where}: format {top!r} is not one that this duovolt reads ({', '.join(FORMATS)}).")
     if (status := config.get("quantization_status")) not in STATUSES:
         raise InputError(f"{where}: quantization_status {status!r}: only compressed checkpoints are read.")
     if config.get("transform_config"):

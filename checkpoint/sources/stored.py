@@ -14,6 +14,7 @@ FLOATS = ("F32", "BF16", "F16")
 ACTIVATION_SCALES = {
     "input_scale": "scale of the activations, which stay 16 bits wide",
     "input_global_scale": "scale of the activations, which stay 16 bits wide",
+    "activation_scale": "scale of the activations, which stay 16 bits wide",
     "output_scale": "scale of the activations, which stay 16 bits wide",
     "k_scale": "scale of an FP8 KV cache, which is quantised anew while serving",
     "v_scale": "scale of an FP8 KV cache, which is quantised anew while serving",
@@ -118,7 +119,7 @@ def _fp8(module: Module, words: TensorEntry, scheme: Scheme) -> SourceWeight:
         fits["row"] = ("row_scale", "fp8_e4m3")
     if _squeezed(scale.shape) == grid:
         fits["tile"] = ("tile_scale", tiled(*tile))
-    if _count(scale.shape) == 1 and last == "weight_scale":
+    if _count(scale.shape) == 1:
         fits["tensor"] = ("tensor_scale", "fp8_e4m3/tensor")
     chosen = next((fits[kind] for kind in scheme.scales if kind in fits), None)
     if chosen is None:

@@ -50,7 +50,10 @@ def test_every_source_tensor_is_used_or_left_out_by_name(name: str, tmp_path: Pa
     used = [ref.name for record in manifest.tensors.values() for ref in record.sources]
     dropped = set(manifest.source.dropped)
     assert set(used) | dropped == set(Checkpoint.open(tmp_path / "source").tensors) and not dropped & set(used)
-    assert all(name.endswith(("input_scale", "input_global_scale", "k_scale", "v_scale")) for name in dropped)
+    assert all(
+        name.endswith(("input_scale", "activation_scale", "input_global_scale", "k_scale", "v_scale"))
+        for name in dropped
+    )
     assert manifest.provenance["weights"] == {"text": 56, "mtp": 15, "vision": 21}
 
 

@@ -1,6 +1,9 @@
 """Sources that contradict themselves, or hold what no sound source holds: one message, before any output is written."""
 
+import copy
+import dataclasses
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from duovolt.checkpoint.directory import Checkpoint
+from duovolt.checkpoint.errors import InputError
+from duovolt.checkpoint.sources import read_form
 from duovolt.cli.main import main
 from duovolt.tests.support import exports
 
@@ -360,3 +366,36 @@ def test_a_fused_mlp_is_no_weight_of_the_family(tmp_path: Path, capsys: pytest.C
     assert main(["convert", str(source), str(tmp_path / "target")]) == 2
     message = capsys.readouterr().err
     assert "gate_up_proj" in message and "unknown" in message and not (tmp_path / "target").exists()
+
+
+ODD: list[Any] = [
+    None, 0, -1, 1.5, "", "x", "re:(", "re:.*", [], {}, [1], [None], ["a"], {"a": 1}, True, [[]], "Linear", [128, 128], 10**30,
+]  # fmt: skip
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [path] if path else []
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return found + [deeper for key, inner in items for deeper in _paths(inner, (*path, key))]
+
+
+@pytest.mark.parametrize("name", [CT4, MO4, BLOCK, "ct mixed with late fp8 and KV scales"])
+def test_odd_values_anywhere_in_a_configuration_give_a_message_or_a_reading(name: str, tmp_path: Path) -> None:
+    exports.export(tmp_path / "source", name)
+    checkpoint = Checkpoint.open(tmp_path / "source")
+    rng = random.Random(5)
+    refused = 0
+    for _ in range(120):
+        config = copy.deepcopy(checkpoint.config)
+        path = rng.choice(_paths(config["quantization_config"]))
+        inner = config["quantization_config"]
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = rng.choice(ODD)
+        try:
+            form = read_form(dataclasses.replace(checkpoint, config=config))
+            assert form.weights
+        except InputError as error:
+            refused += 1
+            assert "\n" not in str(error) and "config.json" in str(error)
+    assert refused > 60

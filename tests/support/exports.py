@@ -91,6 +91,7 @@ modelopt_tensor = _fp8("weight_scale", torch.float32, lambda n, k: (), input_sca
 modelopt_channel = _fp8("weight_scale", torch.float32, lambda n, k: (n,))
 modelopt_block = _fp8("weight_scale", torch.float32, _grid4)
 modelopt_block_inv = _fp8("weight_scale_inv", torch.float32, _grid)
+static_tensor = _fp8("weight_scale_inv", torch.float32, lambda n, k: (), activation_scale=())
 block_f32 = _fp8("weight_scale_inv", torch.float32, _grid)
 block_bf16 = _fp8("weight_scale_inv", torch.bfloat16, _grid)
 
@@ -202,6 +203,15 @@ EXPORTS: dict[str, Export] = {
     "modelopt fp8_pb_wo": (_text_only(modelopt_block), lambda m: _modelopt("fp8_pb_wo")),
     "modelopt fp8_pb_wo, rank 2": (_text_only(modelopt_block_inv), lambda m: _modelopt("fp8_pb_wo")),
     "modelopt mixed with nvfp4 head": (_modelopt_mixed, _mixed_modelopt),
+    "fp8 by tensor, static": (
+        _everywhere(static_tensor),
+        lambda m: {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "ignored_layers": FP8_IGNORE,
+        },
+    ),
     "fp8 blocks, F32 scales": (
         _everywhere(block_f32),
         lambda m: {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
