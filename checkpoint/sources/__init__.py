@@ -163,7 +163,7 @@ class _Reader:
             optional = any(part in rule.text for part in OPTIONAL_PARTS)
             if not rule.by_class and not optional and not any(rule.matches(name) for name in modules):
                 self.problems.append(f"the rule {rule.text!r} matches nothing")
-        if not any(weight.encoding not in PLAIN_OF_DTYPE.values() for weight in self.weights.values()):
+        if self.declaration.targets and not any("words" in weight.parts for weight in self.weights.values()):
             self.problems.append("no tensor is stored quantised")
 
 

@@ -70,6 +70,9 @@ def declare(config: dict[str, Any] | None, hf_quant: dict[str, Any] | None, wher
             layer = section(value, f"quantized_layers {name}", where)
             targets.append((_rule(name), _scheme(layer.get("quant_algo"), layer.get("group_size"), where)))
         return Declaration("modelopt", where, targets, rules)
+    cache = (ours.get("kv_cache_scheme"), ours.get("kv_cache_quant_algo"), theirs.get("kv_cache_quant_algo"))
+    if algorithm is None and any(cache):  # plain weights, and scales for the KV cache alone
+        return Declaration("modelopt", where, [], rules)
     group_size = _one("group_size", ours.get("group_size"), theirs.get("group_size"), where)
     scheme = _scheme(algorithm, group_size, where)
     return Declaration("modelopt", where, [(everything(scheme.label), scheme)], rules)

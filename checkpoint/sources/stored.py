@@ -7,7 +7,7 @@ from ..container import TensorEntry
 from ..encodings import PLAIN_OF_DTYPE, tiled
 from ..errors import InputError
 from ..manifest import PartName
-from .base import TILE, Scheme, SourceWeight
+from .base import Scheme, SourceWeight
 
 FLOATS = ("F32", "BF16", "F16")
 # Tensors of one value that belong to activations or to the KV cache: no weight needs them.
@@ -112,7 +112,7 @@ def _fp8(module: Module, words: TensorEntry, scheme: Scheme) -> SourceWeight:
     if len(words.shape) != 2:
         raise InputError(f"{describe(words)}: FP8 weights are matrices")
     rows, columns = words.shape
-    tile = scheme.tile or TILE
+    tile = scheme.tile
     grid = (-(-rows // tile[0]), -(-columns // tile[1]))
     fits: dict[str, tuple[PartName, str]] = {}
     if scale.shape in ((rows,), (rows, 1)):
@@ -124,9 +124,9 @@ def _fp8(module: Module, words: TensorEntry, scheme: Scheme) -> SourceWeight:
     chosen = next((fits[kind] for kind in scheme.scales if kind in fits), None)
     if chosen is None:
         stored = " or ".join(f"one a {kind}" for kind in fits) or "of no known arrangement"
+        declared = " or ".join(f"tile of {tile[0]} x {tile[1]}" if kind == "tile" else kind for kind in scheme.scales)
         raise InputError(
-            f"{describe(words)} has scales {describe(scale)}, {stored}; {scheme.label!r} declares one a "
-            f"{' or '.join(scheme.scales)}"
+            f"{describe(words)} has scales {describe(scale)}, {stored}; {scheme.label!r} declares one a {declared}"
         )
     part, encoding = chosen
     parts: dict[PartName, TensorEntry] = {part: scale, "words": words}

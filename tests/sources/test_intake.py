@@ -227,6 +227,27 @@ def test_weights_that_the_index_does_not_name_are_left_alone_with_a_notice(
     assert verify(tmp_path / "source", tmp_path / "converted").ok
 
 
+@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors"])
+def test_scales_of_the_kv_cache_alone_leave_a_plain_source(producer: str, tmp_path: Path) -> None:
+    attention = "model.language_model.layers.3.self_attn"
+
+    def with_scales(tensors: exports.Tensors) -> None:
+        tensors |= {f"{attention}.{name}_scale": torch.ones(1, dtype=torch.bfloat16) for name in "kv"}
+
+    source = plain(tmp_path / "source", with_scales)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "modelopt": {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8", "ignore": []},
+        "compressed-tensors": exports._ct("float-quantized", [], [], kv=True),
+    }[producer]
+    (source / "config.json").write_text(json.dumps(config))
+    manifest = to(source, tmp_path / "converted").manifest
+    assert set(manifest.source.dropped) == {f"{attention}.k_scale", f"{attention}.v_scale"}
+    usual = to(exports.TINY, tmp_path / "usual").manifest
+    assert {n: r.digest for n, r in manifest.tensors.items()} == {n: r.digest for n, r in usual.tensors.items()}
+    assert verify(source, tmp_path / "converted").ok
+
+
 def test_an_mtp_layer_left_plain_against_the_rules_is_kept_and_said(tmp_path: Path) -> None:
     """ModelOpt's exclude list does not know MTP: files with a plain MTP layer put back are common (its rules lie)."""
     exports.export(tmp_path / "source", "modelopt nvfp4")

@@ -169,7 +169,11 @@ CONTRADICTIONS: dict[str, tuple[str, Damage, list[str]]] = {
         ["one a tensor", "declares one a row"],
     ),
     "declared a tensor, stored a channel": (CT8, group(strategy="tensor"), ["one a row", "declares one a tensor"]),
-    "declared other blocks": (BLOCK, put("weight_block_size", [64, 64]), ["of no known arrangement"]),
+    "declared other blocks": (
+        BLOCK,
+        put("weight_block_size", [64, 64]),
+        ["one a tensor", "declares one a tile of 64 x 64"],
+    ),
     "ignored, but quantised": (
         CT4,
         edit_config(lambda c: c["ignore"].append(DOWN)),
