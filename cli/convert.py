@@ -27,6 +27,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mtp-from", type=Path, metavar="DIR", help="another source of the same model, for an MTP layer that SRC lacks"
     )
+    parser.add_argument(
+        "--arithmetic", choices=("auto", "compiled", "numpy"), default="auto",
+        help="how values are quantised, the same bytes at another speed (default: auto, compiled if it pays)",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
 
 
@@ -40,11 +44,12 @@ def describe(report: ConversionReport) -> str:
     weights = ", ".join(f"{count} {part}" for part, count in report.manifest.provenance["weights"].items()) + " weights"
     state = " (already there, every file re-hashed)" if report.already_done else ""
     resumed = f", {len(report.resumed)} files kept from an interrupted run" if report.resumed else ""
+    arithmetic = f", arithmetic {report.arithmetic}" if report.arithmetic else ""
     return (
         f"converted {report.source_bytes / 1e6:,.2f} MB to {report.converted_bytes / 1e6:,.2f} MB "
         f"({report.converted_bytes / max(1, report.source_bytes):.3f}): {counts}{resumed}{state}\n"
         f"{weights}\n"
-        f"conversion {report.manifest.conversion_id}, recipe {report.manifest.recipe['name']}"
+        f"conversion {report.manifest.conversion_id}, recipe {report.manifest.recipe['name']}{arithmetic}"
     )
 
 
@@ -54,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe)
     total = 2 * Source.open(args.source, args.mtp_from).nbytes
     with byte_bar("convert", total, args.quiet) as advance:
-        report = convert(args.source, args.target, recipe, args.workers, advance, args.mtp_from)
+        report = convert(args.source, args.target, recipe, args.workers, advance, args.arithmetic, args.mtp_from)
     if not args.quiet:
         for notice in report.notices:
             print(f"notice: {notice}.")

@@ -19,11 +19,10 @@ from .. import __version__
 from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks
 from ..checkpoint.digest import digest_file, digest_json, json_bytes
 from ..checkpoint.directory import Checkpoint
-from ..checkpoint.encodings import fp8, nvfp4
-from ..checkpoint.encodings.plain import to_float32
+from ..checkpoint.encodings.plain import LARGEST, from_float32, to_float32
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import file_metadata
-from ..checkpoint.layouts import ROWS, layout_named
+from ..checkpoint.layouts import ROWS
 from ..checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -36,6 +35,8 @@ from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, re
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
+from .quantisers import QUANTISERS, Quantiser, compiled
+from .quantisers.bands import BandEncoder
 from .recipe import Recipe
 from .repack import repacked
 from .source import MTP, Advance, Source, SourceFacts, require_unchanged, row_band, scan
@@ -54,6 +55,7 @@ class ConversionReport:
     resumed: list[str]
     already_done: bool
     notices: list[str]
+    arithmetic: str = ""
 
 
 def conversion_id(source: Source, recipe: Recipe, facts: SourceFacts, side: dict[str, str]) -> str:
@@ -80,34 +82,65 @@ def _require_apart(source: Path, target: Path) -> None:
         )
 
 
-def _scale(part: PlannedPart, facts: SourceFacts) -> np.ndarray:
-    row_amax = facts.tensors[part.origin.name].row_amax
-    if part.encoding == "nvfp4":
-        return np.array(nvfp4.multiplier(float(row_amax.max(initial=0))), np.float32)
-    return fp8.row_scales(row_amax)
+def _require_castable(plan: ConversionPlan, facts: SourceFacts) -> None:
+    """Raises InputError naming tensor, index and value of the first that a narrower dtype cannot hold."""
+    for part in plan.parts.values():
+        largest = LARGEST[part.stored.dtype] if part.part == "plain" else None
+        if largest is None or facts.tensors[part.origin.name].row_amax.max(initial=0) <= largest:
+            continue
+        entry = part.origin
+        done = 0
+        for block in blocks(entry, BAND_BYTES):
+            values = to_float32(np.frombuffer(block, NUMPY_DTYPE[entry.dtype]), entry.dtype)
+            beyond = np.flatnonzero(np.abs(values) > largest)
+            if len(beyond):
+                index = [int(n) for n in np.unravel_index(done + beyond[0], entry.shape)]
+                raise InputError(
+                    f"{entry.path}: tensor {entry.name!r} holds {values[beyond[0]]:.9g} at index {index}, beyond the "
+                    f"largest {part.encoding} value {largest:.9g}. Use a recipe that keeps this tensor."
+                )
+            done += len(values)
 
 
-def _laid_out(words: np.ndarray, layout: str) -> np.ndarray:
-    tile = layout_named(layout)
-    return words if tile is None else tile.apply(words)
+def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser) -> dict[str, np.float32]:
+    """weight -> the nvfp4 global scale, from its largest magnitude and those of the partners that share it.
 
+    Weights that the source has quantised keep the scale they have, and are nobody's partners.
 
-def _quantise(
-    weight: np.ndarray, scale: np.ndarray, words: PlannedPart, block_scale: PlannedPart | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Stored bytes (layout applied) of a band of whole tile rows: words, and block scales where the encoding has them."""
-    if block_scale is None:
-        return _laid_out(fp8.encode_rows(weight, scale), words.layout), None
-    codes, scales = nvfp4.encode(weight, np.float32(scale))
-    return _laid_out(codes, words.layout), _laid_out(scales, block_scale.layout)
+    Raises InputError naming the weight that the quantiser has no scale for.
+    """
+    found: dict[str, np.float32] = {}
+    for part in plan.parts.values():
+        if part.part != "global_scale" or part.imported:
+            continue
+        name, role = part.spec.name, part.spec.role
+        partners = [name.replace(role, other) for other in quantiser.partner_roles(role)]
+        sharing = [plan.parts[other] for other in partners if other in plan.parts]
+        amax = max(
+            float(facts.tensors[other.origin.name].row_amax.max(initial=0))
+            for other in sharing
+            if other.encoding == part.encoding and not other.imported
+        )
+        try:
+            found[name] = quantiser.global_scale(amax, part.origin.dtype)
+        except InputError as error:
+            raise InputError(f"{part.origin.path}: {name}: {error}") from None
+    return found
 
 
 class _Converter:
     def __init__(
-        self, source: Source, plan: ConversionPlan, facts: SourceFacts, workers: int, advance: Advance
+        self,
+        source: Source,
+        plan: ConversionPlan,
+        facts: SourceFacts,
+        encoder: BandEncoder,
+        global_scales: dict[str, np.float32],
+        workers: int,
+        advance: Advance,
     ) -> None:
         self.source, self.plan, self.facts, self.advance = source, plan, facts, advance
-        self.workers = workers
+        self.encoder, self.global_scales, self.workers = encoder, global_scales, workers
         self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
 
     def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
@@ -122,7 +155,7 @@ class _Converter:
                 elif part.imported:
                     self._repack(writer, part, pool)
                 elif part.part in ("row_scale", "global_scale"):
-                    writer.write(_scale(part, self.facts))
+                    writer.write(self._scale(part))
                 elif part.part == "words":
                     spool.seek(0)
                     spool.truncate()
@@ -144,8 +177,21 @@ class _Converter:
         require_unchanged(entry, self.facts.tensors[entry.name].digest, digest.hexdigest())
 
     def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
+        dtype = part.origin.dtype
         for block in self._blocks(part.origin, BAND_BYTES):
-            writer.write(block)
+            if dtype == part.stored.dtype:  # never through arithmetic, which might touch a NaN's payload
+                writer.write(block)
+            else:
+                values = to_float32(np.frombuffer(block, NUMPY_DTYPE[dtype]), dtype)
+                writer.write(from_float32(values, part.stored.dtype))
+
+    def _scale(self, part: PlannedPart) -> np.ndarray:
+        """Row scales float32 [rows], or the global scale float32 []."""
+        name = part.spec.name
+        if name in self.global_scales:
+            return np.array(self.global_scales[name], np.float32)
+        row_amax = self.facts.tensors[part.origin.name].row_amax
+        return QUANTISERS[self.encoder.quantiser].row_scales(row_amax, part.origin.dtype)
 
     def _repack(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor) -> None:
         pending: deque[Future[np.ndarray]] = deque()
@@ -159,7 +205,7 @@ class _Converter:
     def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
         entry = part.origin
         columns = entry.shape[1]
-        scale = _scale(part, self.facts)
+        scale = self._scale(part)
         block_scale = self.block_scales.get(part.spec.name)
         pending: deque[Future[tuple[np.ndarray, np.ndarray | None]]] = deque()
 
@@ -169,15 +215,16 @@ class _Converter:
             if scales is not None:
                 spool.write(np.ascontiguousarray(scales).data)
 
-        def work(raw: bytes, first: int) -> tuple[np.ndarray, np.ndarray | None]:
-            weight = to_float32(np.frombuffer(raw, NUMPY_DTYPE[entry.dtype]).reshape(-1, columns), entry.dtype)
-            mine = scale[first : first + len(weight)] if block_scale is None else scale
-            return _quantise(weight, mine, part, block_scale)
+        def work(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray | None]:
+            if block_scale is None:
+                return self.encoder.fp8(rows, entry.dtype, scale[first : first + len(rows)], part.layout), None
+            return self.encoder.nvfp4(rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout)
 
         first = 0
         for block in self._blocks(entry, row_band(entry, BAND_BYTES, ROWS)):
-            pending.append(pool.submit(work, bytes(block), first))
-            first += len(block) // (entry.nbytes // entry.shape[0])
+            rows = np.frombuffer(block, NUMPY_DTYPE[entry.dtype]).reshape(-1, columns).copy()
+            pending.append(pool.submit(work, rows, first))
+            first += len(rows)
             if len(pending) > self.workers + 1:
                 take()
         while pending:
@@ -230,12 +277,13 @@ def convert(
     recipe: Recipe,
     workers: int,
     advance: Advance,
+    arithmetic: str = "auto",
     mtp_from: Path | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
-    `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
-
+    `arithmetic` is `auto`, `compiled` or `numpy`: the same bytes at another speed. `mtp_from`: another source of the same
+    model, for the MTP layer that this one lacks.
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """
     source = Source.open(source_path, mtp_from)
@@ -244,12 +292,17 @@ def convert(
     plan = plan_conversion(source, recipe)
     if not target.exists():
         require_space(target, plan.nbytes)
+    quantised = [part.origin.nbytes for part in plan.parts.values() if part.part == "words" and not part.imported]
+    loops = compiled.choose(arithmetic, sum(quantised))
     facts = scan(source, workers, advance)
+    _require_castable(plan, facts)
+    global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source))
     if (done := _already_done(target, identity, source)) is not None:
         return done
     with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
-        converter = _Converter(source, plan, facts, workers, advance)
+        encoder = BandEncoder(recipe.quantiser, loops)
+        converter = _Converter(source, plan, facts, encoder, global_scales, workers, advance)
         digests: dict[str, str] = {}
         with disk_errors(target):
             for name, tensors in plan.files:
@@ -279,4 +332,6 @@ def convert(
             source=_source_record(source, facts),
             provenance={"tool": f"duovolt {__version__}"} | source.provenance(),
         )
-        return ConversionReport(stage.seal(manifest), source.nbytes, plan.nbytes, stage.resumed, False, source.notices)
+        return ConversionReport(
+            stage.seal(manifest), source.nbytes, plan.nbytes, stage.resumed, False, source.notices, str(loops)
+        )

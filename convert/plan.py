@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..checkpoint.container import TensorEntry
-from ..checkpoint.encodings import PLAIN_OF_DTYPE, encoding_parts, part_name
+from ..checkpoint.encodings import PLAIN_ENCODINGS, PLAIN_OF_DTYPE, encoding_parts, part_name
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import plan_files
 from ..checkpoint.layouts import CANONICAL, stored_form
@@ -75,9 +75,9 @@ def tensor_records(
 def _parts(spec: TensorSpec, weight: SourceWeight, wanted: str | None, layout_family: str) -> list[PlannedPart]:
     """A weight that the source has quantised keeps its encoding; `wanted` is what the recipe makes of a plain one."""
     plain = weight.parts.get("plain")
-    if plain is not None and wanted is None:
-        stored = Planned(spec.name, plain.dtype, spec.shape)
-        return [PlannedPart(spec, "plain", PLAIN_OF_DTYPE[plain.dtype], CANONICAL, spec.shape, stored, plain)]
+    if plain is not None and (wanted is None or wanted in PLAIN_ENCODINGS):
+        stored = Planned(spec.name, PLAIN_ENCODINGS.get(wanted or "", plain.dtype), spec.shape)
+        return [PlannedPart(spec, "plain", PLAIN_OF_DTYPE[stored.dtype], CANONICAL, spec.shape, stored, plain)]
     encoding = weight.encoding if plain is None or wanted is None else wanted
     found = []
     for part in encoding_parts(encoding) or ():

@@ -1,33 +1,55 @@
 """Recipes: which tensor becomes what, as data (TOML). What no rule names is kept as the source has it."""
 
 import tomllib
+from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from ..checkpoint.encodings import MATRIX_ENCODINGS
+from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS
 from ..checkpoint.errors import InputError
 from ..model.config import ModelConfig
 from ..model.inventory import TensorSpec, inventory
+from .quantisers import QUANTISERS
+
+KEEP = "keep"
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tensors of `group` whose role is in `roles` get `encoding`."""
+    """Tensors to which every given condition applies get `encoding`; at least one of roles and names is given.
 
-    group: Literal["text", "mtp", "vision"]
-    roles: list[str]
+    `roles`: names within a layer (`mlp.up_proj`). `names`: patterns of whole names (`*.layers.0.*`; `*`, `?`, `[..]`).
+    `encoding`: `nvfp4`, `fp8_e4m3`, a cast (`bf16`, `fp16`, `fp32`), or `keep`.
+    """
+
     encoding: str
+    group: Literal["text", "mtp", "vision"] | None = None
+    roles: list[str] = []
+    names: list[str] = []
+
+    def matches(self, spec: TensorSpec) -> bool:
+        """True if the rule speaks of this tensor."""
+        return (
+            self.group in (None, spec.group)
+            and (not self.roles or spec.role in self.roles)
+            and (not self.names or any(fnmatchcase(spec.name, pattern) for pattern in self.names))
+        )
+
+    def __str__(self) -> str:
+        return " ".join(map(str, filter(None, (self.group, self.roles, self.names)))) + f" -> {self.encoding}"
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`layout` is a layout family (`v100` or `canonical`); `max_shard_bytes` bounds the files of every later stage."""
+    """The first matching rule decides. `layout` is a layout family (`v100` or `canonical`); `max_shard_bytes` bounds the
+    files of every later stage; `quantiser` is a name of convert/quantisers."""
 
     name: str
     layout: Literal["v100", "canonical"]
     max_shard_bytes: int
     rules: list[Rule]
+    quantiser: str = "default"
 
     def resolved(self) -> dict[str, Any]:
         """The recipe as plain JSON, for the manifest and the conversion id."""
@@ -36,29 +58,37 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def encodings(self, config: ModelConfig) -> dict[str, str | None]:
         """tensor name -> encoding, None for 'kept'; the first matching rule wins.
 
-        Raises InputError for a rule that matches nothing in a model that has its group.
+        Raises InputError for a rule that decides nothing in a model that has its group.
         """
         chosen: dict[str, str | None] = {}
-        matched = [0] * len(self.rules)
+        matched, decided = [0] * len(self.rules), [0] * len(self.rules)
         specs = inventory(config)
         groups = {spec.group for spec in specs.values()}
         heads_tied = config.tie_word_embeddings
         for spec in specs.values():
             chosen[spec.name] = None
-            for index, rule in enumerate(self.rules):
-                if rule.group == spec.group and spec.role in rule.roles:
-                    matched[index] += 1
-                    if chosen[spec.name] is None:
-                        chosen[spec.name] = rule.encoding
-                        _require_matrix(spec, rule.encoding, self.name)
-        for rule, count in zip(self.rules, matched, strict=True):
-            if not count and rule.group in groups and not (heads_tied and rule.roles == ["lm_head"]):
-                raise InputError(f"recipe {self.name!r}: the rule for {rule.group} {rule.roles} matches no tensor.")
+            hits = [index for index, rule in enumerate(self.rules) if rule.matches(spec)]
+            for index in hits:
+                matched[index] += 1
+            if hits:
+                decided[hits[0]] += 1
+                encoding = self.rules[hits[0]].encoding
+                chosen[spec.name] = None if encoding == KEEP else encoding
+                _require_matrix(spec, encoding, self.name)
+        for rule, seen, used in zip(self.rules, matched, decided, strict=True):
+            if (rule.group is not None and rule.group not in groups) or (heads_tied and rule.roles == ["lm_head"]):
+                continue  # a part that this model does not have
+            if not seen:
+                raise InputError(f"recipe {self.name!r}: the rule {rule} matches no tensor.")
+            if not used:
+                raise InputError(
+                    f"recipe {self.name!r}: earlier rules take every tensor of the rule {rule}. Move it up."
+                )
         return chosen
 
 
 def _require_matrix(spec: TensorSpec, encoding: str, recipe: str) -> None:
-    if len(spec.shape) != 2:
+    if encoding in MATRIX_ENCODINGS and len(spec.shape) != 2:
         raise InputError(f"recipe {recipe!r}: {spec.name} is {list(spec.shape)}; {encoding} stores matrices only.")
 
 
@@ -79,11 +109,18 @@ def load_recipe(name_or_path: str) -> Recipe:
         raise InputError(f"{name_or_path}: {getattr(error, 'strerror', None) or error}.") from None
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise InputError(f"recipe {name_or_path}: {error}.") from None
-    for rule in recipe.rules:
-        if rule.encoding not in MATRIX_ENCODINGS:
-            raise InputError(
-                f"recipe {name_or_path}: encoding {rule.encoding!r} is none of {', '.join(MATRIX_ENCODINGS)}."
-            )
-    if recipe.max_shard_bytes < 1:
-        raise InputError(f"recipe {name_or_path}: max_shard_bytes is {recipe.max_shard_bytes}.")
+    _require_sense(recipe, name_or_path)
     return recipe
+
+
+def _require_sense(recipe: Recipe, where: str) -> None:
+    known = [*MATRIX_ENCODINGS, *PLAIN_ENCODINGS, KEEP]
+    for rule in recipe.rules:
+        if rule.encoding not in known:
+            raise InputError(f"recipe {where}: encoding {rule.encoding!r} is none of {', '.join(known)}.")
+        if not (rule.roles or rule.names):
+            raise InputError(f"recipe {where}: a rule ({rule.encoding}) has neither roles nor names.")
+    if recipe.quantiser not in QUANTISERS:
+        raise InputError(f"recipe {where}: quantiser {recipe.quantiser!r} is none of {', '.join(QUANTISERS)}.")
+    if recipe.max_shard_bytes < 1:
+        raise InputError(f"recipe {where}: max_shard_bytes is {recipe.max_shard_bytes}.")

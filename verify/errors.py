@@ -13,6 +13,24 @@ from .report import ErrorRow
 
 SLACK = np.float32(2.0**-20)  # relative: float32 roundings of scale, quotient and product
 E4M3_LEAST_NORMAL = np.float32(2.0**-6)
+E4M3_LARGEST = 0x7E
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a quantiser may do beyond rounding once.
+
+    `steps_down`: E4M3 steps by which a block scale may be below the one that reaches the block's largest value, which is
+    then clamped. `slack`: relative error of the roundings on the way.
+    """
+
+    steps_down: int = 0
+    slack: np.float32 = SLACK
+
+
+# By the recipe's quantiser. compressed-tensors rounds scales and quotients to the weight's dtype (2^-9) on the way.
+ALLOWANCES = {"search": Allowance(steps_down=3), "compressed-tensors": Allowance(slack=np.float32(2.0**-7))}
+PLAIN = Allowance()
 
 
 def _e4m3_half_step(magnitude: np.ndarray) -> np.ndarray:
@@ -21,24 +39,28 @@ def _e4m3_half_step(magnitude: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), exponent - 4)
 
 
-def fp8_bound(weight: np.ndarray, row_scale: np.ndarray) -> np.ndarray:
+def fp8_bound(weight: np.ndarray, row_scale: np.ndarray, allowance: Allowance = PLAIN) -> np.ndarray:
     """float32 [rows, columns]: largest allowed |weight - decoded| for scales [rows]."""
     scale = row_scale.reshape(-1, 1)
-    return _e4m3_half_step(np.abs(weight) / scale) * scale + np.abs(weight) * SLACK
+    return _e4m3_half_step(np.abs(weight) / scale) * scale + np.abs(weight) * allowance.slack
 
 
-def nvfp4_bound(weight: np.ndarray, block_scale: np.ndarray, multiplier: np.float32) -> np.ndarray:
+def nvfp4_bound(
+    weight: np.ndarray, block_scale: np.ndarray, multiplier: np.float32, allowance: Allowance = PLAIN
+) -> np.ndarray:
     """As `fp8_bound`, for block scales uint8 [rows, columns / 16].
 
     E2M1 steps are 0.5 up to 2, 1 up to 4, 2 up to 6. Beyond 6 the value was clamped: the block scale itself is rounded
-    to E4M3, so that the block's largest value may pass 6 by 6 half steps of that scale.
+    to E4M3, so that the block's largest value may pass 6 by 6 half steps of that scale, or of one some steps up.
     """
     scale = fp8.DECODE[block_scale]
     factor = np.repeat(scale * multiplier, nvfp4.GROUP, axis=1)
     y = np.abs(weight) / factor
-    clamped = np.repeat(6 * multiplier * _e4m3_half_step(scale), nvfp4.GROUP, axis=1)
+    reaching = fp8.DECODE[np.minimum(block_scale.astype(np.int64) + allowance.steps_down, E4M3_LARGEST)]
+    beyond = 6 * multiplier * (reaching - scale + _e4m3_half_step(reaching))
+    clamped = np.repeat(beyond.astype(np.float32), nvfp4.GROUP, axis=1)
     half_step = np.where(y <= 2, np.float32(0.25), np.where(y <= 4, np.float32(0.5), np.float32(1))) * factor
-    return np.where(y > 6, np.maximum(half_step, clamped), half_step) + np.abs(weight) * SLACK
+    return np.where(y > 6, np.maximum(half_step, clamped), half_step) + np.abs(weight) * allowance.slack
 
 
 @dataclass

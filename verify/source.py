@@ -13,7 +13,7 @@ from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks, read_range
 from ..checkpoint.digest import digest_blocks, digest_file
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import PLAIN_OF_DTYPE
-from ..checkpoint.encodings.plain import to_float32
+from ..checkpoint.encodings.plain import from_float32, to_float32
 from ..checkpoint.encodings.weights import weights_of
 from ..checkpoint.errors import DuovoltError, InputError
 from ..checkpoint.manifest import Manifest, SourceRef, TensorRecord
@@ -22,7 +22,7 @@ from ..checkpoint.sources.stored import ACTIVATION_SCALES
 from ..model.config import without_mtp
 from ..model.inventory import EMBED, HEAD
 from ..model.names import family_name
-from .errors import ErrorSums, fp8_bound, nvfp4_bound
+from .errors import ALLOWANCES, PLAIN, Allowance, ErrorSums, fp8_bound, nvfp4_bound
 from .report import Proof, Report
 from .stage import StageView
 from .whole import UNREADABLE
@@ -66,6 +66,7 @@ class _SourceProofs:
     quantised: Proof
     report: Report
     second: list[str]
+    allowance: Allowance
     seen: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
 
@@ -143,9 +144,9 @@ class _SourceProofs:
         self, values: np.ndarray, names: dict[str, str], parts: dict[str, TensorRecord], first: int, last: int
     ) -> np.ndarray:
         if "row_scale" in parts:
-            return fp8_bound(values, self.reader.rows(names["row_scale"], first, last))
+            return fp8_bound(values, self.reader.rows(names["row_scale"], first, last), self.allowance)
         multiplier = np.float32(self.reader.rows(names["global_scale"], 0, 1).reshape(-1)[0])
-        return nvfp4_bound(values, self.reader.rows(names["block_scale"], first, last), multiplier)
+        return nvfp4_bound(values, self.reader.rows(names["block_scale"], first, last), multiplier, self.allowance)
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -166,11 +167,11 @@ def _rows(entry: TensorEntry, shape: tuple[int, ...], first: int, last: int) -> 
 def _unequal(
     stored: np.ndarray, stored_dtype: str, source: np.ndarray, source_dtype: str
 ) -> tuple[list[int], str, str] | None:
-    """First difference in words; in values where a scale was widened to another floating-point type."""
-    if stored.itemsize == source.itemsize:
+    """First difference in words; in values, rounded once, where they were cast to another floating-point type."""
+    if stored_dtype == source_dtype or stored_dtype not in PLAIN_OF_DTYPE:
         return first_difference(stored, source.reshape(stored.shape))
-    widened = to_float32(source, source_dtype).reshape(stored.shape)
-    return first_difference(to_float32(stored, stored_dtype), widened)
+    values = from_float32(to_float32(source, source_dtype), stored_dtype).reshape(stored.shape)
+    return first_difference(to_float32(stored, stored_dtype), to_float32(values, stored_dtype))
 
 
 def _wanted_config(source: Checkpoint, manifest: Manifest) -> dict[str, Any]:
@@ -254,6 +255,7 @@ def prove_source(
         report.begin("source -> converted: quantised values"),
         report,
         manifest.source.second,
+        ALLOWANCES.get(str(manifest.recipe.get("quantiser")), PLAIN),
     )  # fmt: skip
     kept = imported = 0
     try:

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+LARGEST = {"BF16": np.float32(3.3895313892515355e38), "F16": np.float32(65504.0), "F32": np.finfo(np.float32).max}
+
 
 def to_float32(words: np.ndarray, dtype: str) -> np.ndarray:
     """float32 values of raw words of dtype BF16 (uint16), F16 or F32; every one of them exact."""
@@ -19,3 +21,12 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     # Rounding up must not carry a NaN's payload away into infinity or zero: keep its top bits, set the quiet bit.
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def from_float32(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Words of dtype BF16 (uint16), F16 or F32 of float32 values: nearest, ties to even; the caller checks the range."""
+    if dtype == "BF16":
+        return to_bf16(values)
+    if dtype in ("F16", "F32"):
+        return np.asarray(values, np.float16 if dtype == "F16" else np.float32)
+    raise ValueError(f"{dtype} is not a plain floating-point dtype")

@@ -25,7 +25,7 @@ TINY = exports.TINY
 
 
 def to(source: Path, target: Path, mtp_from: Path | None = None) -> ConversionReport:
-    return convert(source, target, load_recipe("v100"), 2, lambda count: None, mtp_from)
+    return convert(source, target, load_recipe("v100"), 2, lambda count: None, mtp_from=mtp_from)
 
 
 def values(directory: Path, dtype: str = "F32") -> dict[str, np.ndarray]:
