@@ -41,6 +41,11 @@ def canonical_json(value: Any) -> bytes:
     return msgspec.json.encode(msgspec.to_builtins(value), order="deterministic")
 
 
+def json_bytes(value: Any) -> bytes:
+    """Readable JSON, keys in the order they have, two spaces a level, with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
 def digest_json(value: Any) -> str:
     """xxh3-128 of the canonical form of a JSON value."""
     return digest_bytes(canonical_json(value))

@@ -16,7 +16,7 @@ from .errors import CheckFailed, InputError
 FORMAT_VERSION = 1
 
 Stage = Literal["converted", "rank"]
-PartName = Literal["plain", "words", "block_scale", "row_scale", "global_scale"]
+PartName = Literal["plain", "words", "block_scale", "row_scale", "tensor_scale", "tile_scale", "global_scale"]
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -74,12 +74,20 @@ class FileRecord(Record, frozen=True):
     digest: str
 
 
-class SourceRecord(Record, frozen=True):
-    """What the source said of itself: quantisation configuration kept word for word, files with their digests."""
+class SourceRecord(Record, frozen=True, omit_defaults=True):
+    """What the source said of itself: quantisation configuration kept word for word, files with their digests.
+
+    dropped   source tensors that nothing was made from (scales of activations and of the KV cache), each with the reason
+    absent    parts of the model that the configuration declares and the source lacks (`mtp`)
+    second    parts of the model that were taken from a second source
+    """
 
     quantization_config: dict[str, Any] | None
     hf_quant_config: dict[str, Any] | None
     files: dict[str, FileRecord]
+    dropped: dict[str, str] = {}
+    absent: list[str] = []
+    second: list[str] = []
 
 
 class Manifest(Record, frozen=True):

@@ -13,15 +13,20 @@ from .progress import byte_bar
 EXAMPLE = """example:
   duovolt convert Qwen3.8-27B converted
   duovolt convert Qwen3.8-27B converted --recipe my-recipe.toml --workers 8
+  duovolt convert Qwen3.8-27B-NVFP4 converted --mtp-from Qwen3.8-27B
 
+Weights that the source has in fp8 or nvfp4 keep every word and scale; the recipe is for those that are plain.
 An interrupted run is resumed by the same command; the result is byte for byte that of an unbroken one."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("source", type=Path, metavar="SRC", help="a BF16, F16 or F32 checkpoint of the family")
+    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint of the family, plain or quantised")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write (new or empty)")
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
+    parser.add_argument(
+        "--mtp-from", type=Path, metavar="DIR", help="another source of the same model, for an MTP layer that SRC lacks"
+    )
     parser.add_argument(
         "--arithmetic", choices=("auto", "compiled", "numpy"), default="auto",
         help="how values are quantised, the same bytes at another speed (default: auto, compiled if it pays)",
@@ -30,18 +35,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def describe(report: ConversionReport) -> str:
-    """Two lines: sizes, and what the id stands for."""
+    """Three lines: sizes, weights of each part of the model, and what the id stands for."""
     kinds: dict[str, int] = {}
     for record in report.manifest.tensors.values():
         if record.part in ("plain", "words"):
             kinds[record.encoding] = kinds.get(record.encoding, 0) + 1
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    weights = ", ".join(f"{count} {part}" for part, count in report.manifest.provenance["weights"].items()) + " weights"
     state = " (already there, every file re-hashed)" if report.already_done else ""
     resumed = f", {len(report.resumed)} files kept from an interrupted run" if report.resumed else ""
     arithmetic = f", arithmetic {report.arithmetic}" if report.arithmetic else ""
     return (
         f"converted {report.source_bytes / 1e6:,.2f} MB to {report.converted_bytes / 1e6:,.2f} MB "
         f"({report.converted_bytes / max(1, report.source_bytes):.3f}): {counts}{resumed}{state}\n"
+        f"{weights}\n"
         f"conversion {report.manifest.conversion_id}, recipe {report.manifest.recipe['name']}{arithmetic}"
     )
 
@@ -50,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise InputError(f"--workers {args.workers}: at least 1.")
     recipe = load_recipe(args.recipe)
-    total = 2 * sum(entry.nbytes for entry in Source.open(args.source).checkpoint.tensors.values())
+    total = 2 * Source.open(args.source, args.mtp_from).nbytes
     with byte_bar("convert", total, args.quiet) as advance:
-        report = convert(args.source, args.target, recipe, args.workers, advance, args.arithmetic)
+        report = convert(args.source, args.target, recipe, args.workers, advance, args.arithmetic, args.mtp_from)
     if not args.quiet:
+        for notice in report.notices:
+            print(f"notice: {notice}.")
         print(describe(report))
     return 0

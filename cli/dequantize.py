@@ -7,9 +7,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from ..checkpoint.digest import json_bytes
 from ..checkpoint.directory import DOWNLOAD_RECORD, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.manifest import Manifest, has_manifest, read_manifest
+from ..checkpoint.sources import HF_QUANT_CONFIG, read_form, without_quantisation
+from ..checkpoint.sources.values import check_values
 from ..convert.dequantize import DTYPES, ConvertedReader, PlainTensor, converted_tensors, source_tensors, write_plain
 from ..verify.join import Joined
 from ..verify.ranks import open_ranks
@@ -56,13 +59,16 @@ def _whole_manifest(manifest: Manifest, shapes: dict[str, tuple[int, ...]]) -> M
     return msgspec.structs.replace(manifest, tensors=tensors)
 
 
-def tensors_of(directory: Path, dtype: str) -> tuple[list[PlainTensor], Path]:
-    """The plain tensors of any directory we read, and where its side files lie. Raises InputError, CheckFailed."""
+def tensors_of(directory: Path, dtype: str) -> tuple[list[PlainTensor], Path, list[str]]:
+    """The plain tensors of any directory we read, where its side files lie, and what was odd.
+
+    Raises InputError, CheckFailed.
+    """
     if not directory.is_dir():
         raise InputError(f"{directory}: not a directory.")
     if has_manifest(directory) and (manifest := read_manifest(directory)).stage == "converted":
         reader = ConvertedReader(Checkpoint.open(directory), manifest)
-        return list(converted_tensors(manifest, reader, dtype)), directory
+        return list(converted_tensors(manifest, reader, dtype)), directory, []
     if has_manifest(directory) or any(directory.glob("rank-*-of-*")):
         report = Report()
         ranks = open_ranks(directory, report)
@@ -73,18 +79,36 @@ def tensors_of(directory: Path, dtype: str) -> tuple[list[PlainTensor], Path]:
         first = ranks.views[0]
         shapes = whole_shapes(first)
         joined = _JoinedReader(ranks.joined(shapes))
-        return list(converted_tensors(_whole_manifest(first.manifest, shapes), joined, dtype)), first.path
-    return list(source_tensors(Checkpoint.open(directory), dtype)), directory
+        return list(converted_tensors(_whole_manifest(first.manifest, shapes), joined, dtype)), first.path, []
+    form = read_form(Checkpoint.open(directory))
+    for weight in form.weights.values():
+        check_values(weight)
+    notices = list(form.notices)
+    if form.dropped:
+        notices.append(f"{len(form.dropped)} scales of activations and of the KV cache left out")
+    return list(source_tensors(form, dtype)), directory, notices
+
+
+def side_files_of(directory: Path) -> dict[str, Path | bytes]:
+    """Side files of the plain checkpoint: those of the directory, without what they say of quantisation."""
+    checkpoint = Checkpoint.open(directory)
+    left_out = (DOWNLOAD_RECORD, HF_QUANT_CONFIG)
+    found: dict[str, Path | bytes] = {n: directory / n for n in checkpoint.side_files if n not in left_out}
+    if (plain := without_quantisation(checkpoint.config)) != checkpoint.config:
+        found["config.json"] = json_bytes(plain)
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
-    tensors, origin = tensors_of(args.directory, DTYPES[args.dtype])
+    tensors, origin, notices = tensors_of(args.directory, DTYPES[args.dtype])
     if args.directory.resolve() in (args.target.resolve(), *args.target.resolve().parents):
         raise InputError(f"{args.target}: lies in {args.directory}. Choose another place.")
-    side_files = {name: origin / name for name in Checkpoint.open(origin).side_files if name != DOWNLOAD_RECORD}
+    side_files = side_files_of(origin)
     total = sum(tensor.nbytes for tensor in tensors)
     with byte_bar("dequantize", total, args.quiet) as advance:
         written = write_plain(tensors, side_files, args.target, advance)
     if not args.quiet:
+        for notice in notices:
+            print(f"notice: {notice}")
         print(f"{len(tensors)} tensors, {written / 1e6:,.2f} MB in {args.target} ({args.dtype})")
     return 0

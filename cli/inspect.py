@@ -9,8 +9,12 @@ from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import PLAIN_OF_DTYPE
 from ..checkpoint.errors import InputError
 from ..checkpoint.manifest import Manifest, has_manifest, read_manifest
+from ..checkpoint.sources import read_form
 from ..model.config import ModelConfig
 from ..model.inventory import inventory
+from ..model.names import family_name
+
+LEFT_OUT = "left out"  # scales of activations and of the KV cache, which no weight needs
 
 EXAMPLE = """example:
   duovolt inspect converted
@@ -34,17 +38,42 @@ def _totals(rows: list[tuple[str, int]]) -> dict[str, dict[str, int]]:
     return dict(sorted(totals.items()))
 
 
+def _recorded(manifest: Manifest) -> dict[str, tuple[str, str]]:
+    """stored tensor -> encoding and logical weight, by the manifest's word."""
+    return {name: (record.encoding, record.weight) for name, record in manifest.tensors.items()}
+
+
+def _declared(checkpoint: Checkpoint, notices: list[str]) -> dict[str, tuple[str, str]]:
+    """The same for a source; where it contradicts itself, that is a notice, and dtypes must do."""
+    try:
+        form = read_form(checkpoint)
+    except InputError as error:
+        notices.append(str(error))
+        return {
+            name: (PLAIN_OF_DTYPE.get(e.dtype, e.dtype), family_name(name)) for name, e in checkpoint.tensors.items()
+        }
+    notices += form.notices
+    kinds = {
+        entry.name: (weight.encoding, family_name(weight.name))
+        for weight in form.weights.values()
+        for entry in weight.parts.values()
+    }
+    return kinds | dict.fromkeys(form.dropped, (LEFT_OUT, ""))
+
+
 def facts(directory: Path) -> dict[str, Any]:
     """Everything `inspect` prints, as JSON values. Raises InputError for an unreadable directory."""
     checkpoint = Checkpoint.open(directory)
     manifest = read_manifest(directory) if has_manifest(directory) else None
     config = ModelConfig.from_dict(checkpoint.config, str(directory / "config.json"))
     groups = {name: spec.group for name, spec in inventory(config).items()}
+    notices = list(checkpoint.notices)
+    kinds = _recorded(manifest) if manifest else _declared(checkpoint, notices)
     encodings, parts = [], []
     for name, entry in checkpoint.tensors.items():
-        record = manifest.tensors.get(name) if manifest else None
-        encodings.append((record.encoding if record else PLAIN_OF_DTYPE.get(entry.dtype, entry.dtype), entry.nbytes))
-        parts.append((groups.get(record.weight if record else name, "unknown"), entry.nbytes))
+        encoding, weight = kinds.get(name, (PLAIN_OF_DTYPE.get(entry.dtype, entry.dtype), name))
+        encodings.append((encoding, entry.nbytes))
+        parts.append((encoding if encoding == LEFT_OUT else groups.get(weight, "unknown"), entry.nbytes))
     found: dict[str, Any] = {
         "directory": str(directory),
         "stage": manifest.stage if manifest else "source",
@@ -54,7 +83,7 @@ def facts(directory: Path) -> dict[str, Any]:
         "bytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
         "by_encoding": _totals(encodings),
         "by_part_of_the_model": _totals(parts),
-        "notices": checkpoint.notices,
+        "notices": notices,
     }
     if manifest:
         found |= _identity(manifest)
@@ -105,7 +134,7 @@ def _print(found: dict[str, Any]) -> None:
     for title in ("by_encoding", "by_part_of_the_model"):
         print(f"  {title.replace('_', ' ')}:")
         for key, total in found[title].items():
-            print(f"    {key:<10} {total['tensors']:>6} tensors {total['bytes'] / 1e6:>14,.2f} MB")
+            print(f"    {key:<16} {total['tensors']:>6} tensors {total['bytes'] / 1e6:>14,.2f} MB")
     if "layouts" in found:
         print("  layouts: " + ", ".join(f"{count} {name}" for name, count in sorted(found["layouts"].items())))
     print(f"  side files: {', '.join(found['side_files']) or 'none'}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("source", type=Path, metavar="SRC", help="a source or converted directory")
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
+    parser.add_argument("--mtp-from", type=Path, metavar="DIR", help="as for convert")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--max-context", type=int, metavar="N", help="positions (default: the model's own limit)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
     parser.add_argument("--json", action="store_true", help="machine-readable, every tensor")
 
 
-def planned_manifest(source_path: Path, recipe_name: str) -> Manifest:
-    """The manifest that `convert` would write, digests left empty; or the one that is there."""
+@dataclass(frozen=True)
+class PlannedResult:
+    """What `convert` would write, digests left empty, or what is there; `made` tells how each stored tensor comes about."""
+
+    manifest: Manifest
+    config: ModelConfig
+    made: dict[str, str]
+    notices: list[str]
+    dropped: dict[str, str]
+
+
+def planned(source_path: Path, recipe_name: str, mtp_from: Path | None = None) -> PlannedResult:
+    """The plan of a source, or the record of a converted directory. Raises InputError for what is refused."""
     if has_manifest(source_path):
         manifest = read_manifest(source_path)
         if manifest.stage != "converted":
             raise InputError(f"{source_path}: a rank directory; plan its source or converted directory.")
-        return manifest
-    source = Source.open(source_path)
+        return PlannedResult(manifest, ModelConfig.read(source_path), {}, [], manifest.source.dropped)
+    source = Source.open(source_path, mtp_from)
     recipe = load_recipe(recipe_name)
     plan = plan_conversion(source, recipe)
-    tensors = tensor_records(source, plan, lambda name: "", lambda name: "")
-    return Manifest(
+    manifest = Manifest(
         format_version=FORMAT_VERSION,
         stage="converted",
         family=FAMILY,
@@ -59,11 +71,16 @@ def planned_manifest(source_path: Path, recipe_name: str) -> Manifest:
         recipe=recipe.resolved(),
         tp_size=None,
         tp_rank=None,
-        tensors=tensors,
+        tensors=tensor_records(plan, lambda name: "", lambda name: ""),
         files={},
         source=SourceRecord(quantization_config=None, hf_quant_config=None, files={}),
         provenance={},
     )
+    made = {
+        name: "kept as the source has it" if part.imported or part.part == "plain" else "quantised"
+        for name, part in plan.parts.items()
+    }
+    return PlannedResult(manifest, source.config, made, source.notices, source.dropped)
 
 
 def _ranks(manifest: Manifest, config: ModelConfig, tp: int, where: str) -> list[dict[str, Any]]:
@@ -81,7 +98,7 @@ def _ranks(manifest: Manifest, config: ModelConfig, tp: int, where: str) -> list
     return ranks
 
 
-def _tensors(manifest: Manifest, config: ModelConfig) -> list[dict[str, Any]]:
+def _tensors(manifest: Manifest, config: ModelConfig, made: dict[str, str]) -> list[dict[str, Any]]:
     specs = inventory(config)
     stored = {
         name: {"encoding": r.encoding, "layout": r.layout, "dtype": r.dtype, "shape": r.shape, "file": r.file}
@@ -95,18 +112,21 @@ def _tensors(manifest: Manifest, config: ModelConfig) -> list[dict[str, Any]]:
             "part_of_the_model": specs[record.weight].group,
             "source_dtype": record.sources[0].dtype,
             "source_shape": record.sources[0].shape,
+            **({"made": made[name]} if made else {}),
             **stored[name],
         }
         for name, record in manifest.tensors.items()
     ]
 
 
-def facts(path: Path, recipe: str, tp: int, max_context: int | None, kv: str) -> dict[str, Any]:
+def facts(
+    path: Path, recipe: str, tp: int, max_context: int | None, kv: str, mtp_from: Path | None = None
+) -> dict[str, Any]:
     """Everything `plan` prints, as JSON values. Raises InputError with the reason for a model that is refused."""
     if not 1 <= tp <= MAX_RANKS:
         raise InputError(f"--tp {tp}: expected 1 to {MAX_RANKS}.")
-    manifest = planned_manifest(path, recipe)
-    config = ModelConfig.read(path)
+    result = planned(path, recipe, mtp_from)
+    manifest, config = result.manifest, result.config
     context = config.text.max_position_embeddings if max_context is None else max_context
     if not 1 <= context <= config.text.max_position_embeddings:
         raise InputError(
@@ -129,7 +149,9 @@ def facts(path: Path, recipe: str, tp: int, max_context: int | None, kv: str) ->
         "max_context": context,
         "card_bytes_needed": heaviest + token * context + state,
         "fits_32_gb_card": heaviest + token * context + state < CARD_BYTES,
-        "tensors": _tensors(manifest, config),
+        "notices": result.notices,
+        "dropped": result.dropped,
+        "tensors": _tensors(manifest, config, result.made),
     }
 
 
@@ -147,6 +169,8 @@ def _by_encoding(manifest: Manifest) -> dict[str, dict[str, int]]:
 def _print(found: dict[str, Any]) -> None:
     print(f"recipe {found['recipe']}: {found['source_bytes'] / 1e6:,.2f} MB here, "
           f"{found['converted_bytes'] / 1e6:,.2f} MB converted")  # fmt: skip
+    for notice in found["notices"]:
+        print(f"notice: {notice}.")
     by_role: dict[tuple[str, str, str, str], int] = {}
     for tensor in found["tensors"]:
         if tensor["name"] == tensor["weight"]:
@@ -161,7 +185,7 @@ def _print(found: dict[str, Any]) -> None:
     kinds = {t["role"]: axes.get(t["name"]) for t in found["tensors"] if t["name"] == t["weight"]}
     cut = {None: "replicated", 0: "column parallel", 1: "row parallel"}
     for (group, role, encoding, layout), count in by_role.items():
-        print(f"  {group:<6} {role:<26} x{count:<4} {encoding:<9} {layout:<12} {cut[kinds.get(role)]}")
+        print(f"  {group:<6} {role:<26} x{count:<4} {encoding:<16} {layout:<12} {cut[kinds.get(role)]}")
     for rank in found["ranks"]:
         both = rank["replicated_bytes"] / 1e6
         print(f"rank {rank['rank']} of {found['tp']}: {rank['bytes'] / 1e6:,.2f} MB, {both:,.2f} of it on every rank")
@@ -178,7 +202,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = facts(args.source, args.recipe, args.tp, args.max_context, args.kv)
+    found = facts(args.source, args.recipe, args.tp, args.max_context, args.kv, args.mtp_from)
     if args.json:
         print(json.dumps(found, indent=1))
     elif not args.quiet:

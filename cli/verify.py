@@ -25,6 +25,7 @@ WORDS = {"proved": "proved ", "failed": "FAILED ", "skipped": "skipped"}
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("--source", type=Path, metavar="SRC", help="the checkpoint that was converted")
+    parser.add_argument("--mtp-from", type=Path, metavar="DIR", help="the second source that `convert` was given")
     parser.add_argument("--converted", type=Path, metavar="CONV", help="what `duovolt convert` wrote")
     parser.add_argument(
         "--ranks", type=Path, metavar="DIR", help="the folder that `duovolt shard` wrote, or one rank in it"
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
     total = work_bytes(args.source, args.converted, args.ranks)
     with byte_bar("verify", total, args.quiet) as advance:
-        report = verify(args.source, args.converted, args.ranks, advance)
+        report = verify(args.source, args.converted, args.ranks, advance, args.mtp_from)
     if args.json is not None:
         args.json.write_text(json.dumps(report.as_json(), indent=1) + "\n")
     for proof in report.proofs:

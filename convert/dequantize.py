@@ -7,18 +7,20 @@ rounding a float32 `A_log`), and is widened, exactly, in float32 output.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ..checkpoint.bands import CanonicalReader, DecodedWeight, band_edges, canonical_rows
-from ..checkpoint.container import NUMPY_DTYPE, read_range
+from ..checkpoint.bands import OURS, CanonicalReader, DecodedWeight, Dialect, band_edges, canonical_rows, decode_band
+from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, read_range
 from ..checkpoint.directory import Checkpoint
+from ..checkpoint.encodings import PLAIN_OF_DTYPE, part_of
 from ..checkpoint.encodings.plain import to_bf16, to_float32
 from ..checkpoint.encodings.weights import weights_of
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import plan_files
 from ..checkpoint.manifest import Manifest
+from ..checkpoint.sources import SourceForm, dialect_of, producer_of
+from ..checkpoint.sources.base import SourceWeight
 from ..checkpoint.stage import StageDirectory, disk_errors, require_space
 from ..checkpoint.writer import Planned, ShardWriter
 
@@ -57,25 +59,65 @@ class ConvertedReader:
         return canonical_rows(self.checkpoint.tensors[name], self.manifest.tensors[name], first, last)
 
 
-def source_tensors(checkpoint: Checkpoint, dtype: str) -> Iterator[PlainTensor]:
-    """The tensors of a plain source. Raises InputError for a dtype that is not plain."""
-    for name, entry in checkpoint.tensors.items():
-        if entry.dtype not in ("BF16", "F16", "F32"):
-            raise InputError(
-                f"{entry.path}: tensor {name!r} is {entry.dtype}; this version dequantises its own formats."
-            )
-        row = entry.nbytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.nbytes
+@dataclass(frozen=True)
+class SourceReader:
+    """Rows of one source weight's parts, named by part, as our own encodings have them."""
 
-        def words(first: int, last: int, entry: Any = entry, row: int = row) -> np.ndarray:
-            return read_range(entry, first * row, last * row).view(NUMPY_DTYPE[entry.dtype])
+    weight: SourceWeight
 
-        yield _plain(name, entry.dtype, entry.shape, words, dtype)
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        part = part_of(self.weight.encoding, name)
+        entry = next(entry for key, entry in self.weight.parts.items() if key == name)
+        assert part is not None  # plain tensors are copied, never decoded
+        shape = part.shape(self.weight.shape[0], self.weight.shape[1]) or (1,)
+        row = entry.nbytes // shape[0]
+        words = read_range(entry, first * row, last * row).view(NUMPY_DTYPE[entry.dtype])
+        return words.reshape(last - first, *shape[1:])
+
+
+def source_tensors(form: SourceForm, dtype: str) -> Iterator[PlainTensor]:
+    """The tensors of a source, of any architecture, quantised weights decoded.
+
+    Integer and boolean tensors are copied as they are.
+    """
+    for name, weight in form.weights.items():
+        if "plain" in weight.parts:
+            yield _copied(name, weight.parts["plain"], dtype)
+        else:
+            yield _decoded(weight, dtype, dialect_of(form.producer, dtype))
+
+
+def _copied(name: str, entry: TensorEntry, dtype: str) -> PlainTensor:
+    row = entry.nbytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.nbytes
+
+    def words(first: int, last: int) -> np.ndarray:
+        return read_range(entry, first * row, last * row).view(NUMPY_DTYPE[entry.dtype])
+
+    if entry.dtype not in PLAIN_OF_DTYPE:
+        return PlainTensor(name, entry.dtype, entry.shape, words)
+    return _plain(name, entry.dtype, entry.shape, words, dtype)
+
+
+def _decoded(weight: SourceWeight, dtype: str, dialect: Dialect) -> PlainTensor:
+    reader = SourceReader(weight)
+
+    def values(first: int, last: int) -> np.ndarray:
+        parts: dict[str, tuple[str, str]] = {part: (part, entry.dtype) for part, entry in weight.parts.items()}
+        found = decode_band(weight.name, weight.encoding, parts, reader, first, last, dialect)
+        return found if dtype == "F32" else to_bf16(found)
+
+    return PlainTensor(weight.name, dtype, weight.shape, values)
 
 
 def converted_tensors(manifest: Manifest, reader: CanonicalReader, dtype: str) -> Iterator[PlainTensor]:
     """The logical weights of a converted directory, or of its ranks joined by `reader`."""
+    source = manifest.source
+    theirs = dialect_of(producer_of(source.quantization_config, source.hf_quant_config), dtype)
     for weight, names in weights_of(manifest).items():
-        decoded = DecodedWeight(weight, {part: (name, manifest.tensors[name]) for part, name in names.items()})
+        records = {part: (name, manifest.tensors[name]) for part, name in names.items()}
+        # What we quantised ourselves has the scales that we chose, to the last bit.
+        imported = len({ref.name for _, record in records.values() for ref in record.sources}) > 1
+        decoded = DecodedWeight(weight, records, theirs if imported else OURS)
         if "plain" in names:
             record = manifest.tensors[names["plain"]]
 
@@ -99,7 +141,7 @@ def _plain(name: str, stored: str, shape: tuple[int, ...], words: Rows, wanted: 
 
 
 def write_plain(
-    tensors: list[PlainTensor], side_files: Mapping[str, Path], target: Path, advance: Callable[[int], None]
+    tensors: list[PlainTensor], side_files: Mapping[str, Path | bytes], target: Path, advance: Callable[[int], None]
 ) -> int:
     """Write a plain checkpoint into the new or empty directory `target`; the bytes of tensor data written.
 
@@ -122,8 +164,8 @@ def write_plain(
                         advance(band.nbytes)
                 record = writer.close()
             stage.finished(file, record)
-        for name, path in side_files.items():
-            stage.put(name, path.read_bytes())
+        for name, content in side_files.items():
+            stage.put(name, content if isinstance(content, bytes) else content.read_bytes())
         stage.put_index({item.name: file for file, contents in files for item in contents}, total)
         stage.finish()
     return total

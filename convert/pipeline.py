@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 
 from .. import __version__
-from ..checkpoint.container import NUMPY_DTYPE
-from ..checkpoint.digest import digest_file, digest_json
-from ..checkpoint.directory import Checkpoint, read_json
+from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks
+from ..checkpoint.digest import digest_file, digest_json, json_bytes
+from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings.plain import LARGEST, from_float32, to_float32
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import file_metadata
@@ -30,6 +30,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
+from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
@@ -37,11 +38,11 @@ from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .quantisers import QUANTISERS, Quantiser, compiled
 from .quantisers.bands import BandEncoder
 from .recipe import Recipe
-from .source import Advance, Source, SourceFacts, require_unchanged, row_band, scan
+from .repack import repacked
+from .source import MTP, Advance, Source, SourceFacts, require_unchanged, row_band, scan
 
 BAND_BYTES = 4 << 20  # source bytes quantised at a time by one thread; float32 temporaries are a few times larger
 SPOOL_BYTES = 32 << 20  # block scales of one tensor held in memory while its words are written
-HF_QUANT_CONFIG = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class ConversionReport:
     converted_bytes: int
     resumed: list[str]
     already_done: bool
+    notices: list[str]
     arithmetic: str = ""
 
 
 def conversion_id(source: Source, recipe: Recipe, facts: SourceFacts, side: dict[str, str]) -> str:
     """Digest of exactly what decides the output bytes: input bytes, recipe, format version."""
     tensors = {
-        name: [entry.dtype, list(entry.shape), facts.tensors[name].digest]
-        for name, entry in source.checkpoint.tensors.items()
+        name: [entry.dtype, list(entry.shape), facts.tensors[name].digest] for name, entry in source.entries.items()
     }
     return digest_json(
         {
@@ -81,15 +82,15 @@ def _require_apart(source: Path, target: Path) -> None:
         )
 
 
-def _require_castable(source: Source, plan: ConversionPlan, facts: SourceFacts) -> None:
+def _require_castable(plan: ConversionPlan, facts: SourceFacts) -> None:
     """Raises InputError naming tensor, index and value of the first that a narrower dtype cannot hold."""
     for part in plan.parts.values():
         largest = LARGEST[part.stored.dtype] if part.part == "plain" else None
-        if largest is None or facts.tensors[part.spec.name].row_amax.max(initial=0) <= largest:
+        if largest is None or facts.tensors[part.origin.name].row_amax.max(initial=0) <= largest:
             continue
-        entry = source.checkpoint.tensors[part.spec.name]
+        entry = part.origin
         done = 0
-        for block in source.checkpoint.blocks(entry.name, BAND_BYTES):
+        for block in blocks(entry, BAND_BYTES):
             values = to_float32(np.frombuffer(block, NUMPY_DTYPE[entry.dtype]), entry.dtype)
             beyond = np.flatnonzero(np.abs(values) > largest)
             if len(beyond):
@@ -101,25 +102,29 @@ def _require_castable(source: Source, plan: ConversionPlan, facts: SourceFacts) 
             done += len(values)
 
 
-def _global_scales(
-    source: Source, plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser
-) -> dict[str, np.float32]:
+def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser) -> dict[str, np.float32]:
     """weight -> the nvfp4 global scale, from its largest magnitude and those of the partners that share it.
+
+    Weights that the source has quantised keep the scale they have, and are nobody's partners.
 
     Raises InputError naming the weight that the quantiser has no scale for.
     """
     found: dict[str, np.float32] = {}
     for part in plan.parts.values():
-        if part.part != "global_scale":
+        if part.part != "global_scale" or part.imported:
             continue
         name, role = part.spec.name, part.spec.role
         partners = [name.replace(role, other) for other in quantiser.partner_roles(role)]
-        sharing = [other for other in partners if other in plan.parts and plan.parts[other].encoding == part.encoding]
-        amax = max(float(facts.tensors[other].row_amax.max(initial=0)) for other in sharing)
+        sharing = [plan.parts[other] for other in partners if other in plan.parts]
+        amax = max(
+            float(facts.tensors[other.origin.name].row_amax.max(initial=0))
+            for other in sharing
+            if other.encoding == part.encoding and not other.imported
+        )
         try:
-            found[name] = quantiser.global_scale(amax, source.checkpoint.tensors[name].dtype)
+            found[name] = quantiser.global_scale(amax, part.origin.dtype)
         except InputError as error:
-            raise InputError(f"{source.checkpoint.tensors[name].path}: {name}: {error}") from None
+            raise InputError(f"{part.origin.path}: {name}: {error}") from None
     return found
 
 
@@ -147,6 +152,8 @@ class _Converter:
                 part = self.plan.parts[tensor.name]
                 if part.part == "plain":
                     self._copy(writer, part)
+                elif part.imported:
+                    self._repack(writer, part, pool)
                 elif part.part in ("row_scale", "global_scale"):
                     writer.write(self._scale(part))
                 elif part.part == "words":
@@ -161,18 +168,17 @@ class _Converter:
         stage.finished(name, record, {"digests": writer.digests})
         return writer.digests
 
-    def _blocks(self, name: str, block_bytes: int) -> Iterator[memoryview]:
-        entry = self.source.checkpoint.tensors[name]
+    def _blocks(self, entry: TensorEntry, block_bytes: int) -> Iterator[memoryview]:
         digest = xxhash.xxh3_128()
-        for block in self.source.checkpoint.blocks(name, block_bytes):
+        for block in blocks(entry, block_bytes):
             digest.update(block)
             self.advance(len(block))
             yield block
-        require_unchanged(entry, self.facts.tensors[name].digest, digest.hexdigest())
+        require_unchanged(entry, self.facts.tensors[entry.name].digest, digest.hexdigest())
 
     def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
-        dtype = self.source.checkpoint.tensors[part.spec.name].dtype
-        for block in self._blocks(part.spec.name, BAND_BYTES):
+        dtype = part.origin.dtype
+        for block in self._blocks(part.origin, BAND_BYTES):
             if dtype == part.stored.dtype:  # never through arithmetic, which might touch a NaN's payload
                 writer.write(block)
             else:
@@ -184,11 +190,20 @@ class _Converter:
         name = part.spec.name
         if name in self.global_scales:
             return np.array(self.global_scales[name], np.float32)
-        dtype = self.source.checkpoint.tensors[name].dtype
-        return QUANTISERS[self.encoder.quantiser].row_scales(self.facts.tensors[name].row_amax, dtype)
+        row_amax = self.facts.tensors[part.origin.name].row_amax
+        return QUANTISERS[self.encoder.quantiser].row_scales(row_amax, part.origin.dtype)
+
+    def _repack(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor) -> None:
+        pending: deque[Future[np.ndarray]] = deque()
+        for block in self._blocks(part.origin, row_band(part.origin, BAND_BYTES, ROWS)):
+            pending.append(pool.submit(repacked, part, bytes(block)))
+            if len(pending) > self.workers + 1:
+                writer.write(pending.popleft().result())
+        while pending:
+            writer.write(pending.popleft().result())
 
     def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
-        entry = self.source.checkpoint.tensors[part.spec.name]
+        entry = part.origin
         columns = entry.shape[1]
         scale = self._scale(part)
         block_scale = self.block_scales.get(part.spec.name)
@@ -206,7 +221,7 @@ class _Converter:
             return self.encoder.nvfp4(rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout)
 
         first = 0
-        for block in self._blocks(part.spec.name, row_band(entry, BAND_BYTES, ROWS)):
+        for block in self._blocks(entry, row_band(entry, BAND_BYTES, ROWS)):
             rows = np.frombuffer(block, NUMPY_DTYPE[entry.dtype]).reshape(-1, columns).copy()
             pending.append(pool.submit(work, rows, first))
             first += len(rows)
@@ -218,25 +233,31 @@ class _Converter:
 
 def _side_files(source: Source) -> dict[str, str]:
     """Digest of every side file, all of which decide output bytes."""
-    return {name: digest_file(source.checkpoint.path / name) for name in _copied(source)}
+    return {name: digest_file(source.checkpoint.path / name) for name in source.checkpoint.side_files}
 
 
 def _copied(source: Source) -> list[str]:
-    # A plain source's config.json has no quantisation to strip, and goes over byte for byte like the rest;
-    # hf_quant_config.json would lie about the converted weights and is kept inside the manifest instead.
-    return [name for name in source.checkpoint.side_files if name != HF_QUANT_CONFIG]
+    """Side files that go over byte for byte.
+
+    hf_quant_config.json would lie about the converted weights and is kept inside the manifest instead; config.json is
+    written anew where it says something of quantisation, or of an MTP layer that is not there.
+    """
+    rewritten = "config.json" if source.converted_config() != source.checkpoint.config else None
+    return [name for name in source.checkpoint.side_files if name not in (HF_QUANT_CONFIG, rewritten)]
 
 
 def _source_record(source: Source, facts: SourceFacts) -> SourceRecord:
-    hf_path = source.checkpoint.path / HF_QUANT_CONFIG
     return SourceRecord(
-        quantization_config=source.quantization_config,
-        hf_quant_config=read_json(hf_path) if hf_path.exists() else None,
+        quantization_config=source.form.config,
+        hf_quant_config=source.form.hf_config,
         files=facts.files,
+        dropped=dict(sorted(source.dropped.items())),
+        absent=source.absent,
+        second=[MTP] if source.second is not None else [],
     )
 
 
-def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionReport | None:
+def _already_done(target: Path, identity: str, source: Source) -> ConversionReport | None:
     if not has_manifest(target):
         return None
     manifest = read_manifest(target)
@@ -247,30 +268,37 @@ def _already_done(target: Path, identity: str, source_bytes: int) -> ConversionR
         )
     recheck_finished(target, manifest)
     size = sum(entry.nbytes for entry in Checkpoint.open(target).tensors.values())
-    return ConversionReport(manifest, source_bytes, size, [], True)
+    return ConversionReport(manifest, source.nbytes, size, [], True, source.notices)
 
 
 def convert(
-    source_path: Path, target: Path, recipe: Recipe, workers: int, advance: Advance, arithmetic: str = "auto"
+    source_path: Path,
+    target: Path,
+    recipe: Recipe,
+    workers: int,
+    advance: Advance,
+    arithmetic: str = "auto",
+    mtp_from: Path | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
-    `arithmetic` is `auto`, `compiled` or `numpy`: the same bytes at another speed.
+    `arithmetic` is `auto`, `compiled` or `numpy`: the same bytes at another speed. `mtp_from`: another source of the same
+    model, for the MTP layer that this one lacks.
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """
-    source = Source.open(source_path)
-    _require_apart(source_path, target)
+    source = Source.open(source_path, mtp_from)
+    for place in filter(None, (source_path, mtp_from)):
+        _require_apart(place, target)
     plan = plan_conversion(source, recipe)
-    source_bytes = sum(entry.nbytes for entry in source.checkpoint.tensors.values())
     if not target.exists():
         require_space(target, plan.nbytes)
-    quantised = {part.spec.name for part in plan.parts.values() if part.part == "words"}
-    loops = compiled.choose(arithmetic, sum(source.checkpoint.tensors[name].nbytes for name in quantised))
+    quantised = [part.origin.nbytes for part in plan.parts.values() if part.part == "words" and not part.imported]
+    loops = compiled.choose(arithmetic, sum(quantised))
     facts = scan(source, workers, advance)
-    _require_castable(source, plan, facts)
-    global_scales = _global_scales(source, plan, facts, QUANTISERS[recipe.quantiser])
+    _require_castable(plan, facts)
+    global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source))
-    if (done := _already_done(target, identity, source_bytes)) is not None:
+    if (done := _already_done(target, identity, source)) is not None:
         return done
     with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
         encoder = BandEncoder(recipe.quantiser, loops)
@@ -281,15 +309,14 @@ def convert(
                 note = stage.resume(name)
                 if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:
                     digests |= note["digests"]
-                    advance(
-                        sum(
-                            source.checkpoint.tensors[n].nbytes for n in {plan.parts[t.name].spec.name for t in tensors}
-                        )
-                    )
+                    origins = {part.origin.name: part.origin for part in (plan.parts[t.name] for t in tensors)}
+                    advance(sum(entry.nbytes for entry in origins.values()))
                 else:
                     digests |= converter.write_file(stage, name, pool, identity)
             for name in _copied(source):
                 stage.copy(source.checkpoint.path / name)
+            if (config := source.converted_config()) != source.checkpoint.config:
+                stage.put("config.json", json_bytes(config))
             weight_map = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
             stage.put_index(weight_map, plan.nbytes)
         manifest = Manifest(
@@ -300,9 +327,11 @@ def convert(
             recipe=recipe.resolved(),
             tp_size=None,
             tp_rank=None,
-            tensors=tensor_records(source, plan, lambda name: facts.tensors[name].digest, digests.__getitem__),
+            tensors=tensor_records(plan, lambda name: facts.tensors[name].digest, digests.__getitem__),
             files=dict(sorted(stage.files.items())),
             source=_source_record(source, facts),
             provenance={"tool": f"duovolt {__version__}"} | source.provenance(),
         )
-        return ConversionReport(stage.seal(manifest), source_bytes, plan.nbytes, stage.resumed, False, str(loops))
+        return ConversionReport(
+            stage.seal(manifest), source.nbytes, plan.nbytes, stage.resumed, False, source.notices, str(loops)
+        )

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS, PLAIN_OF_DTYPE, part_name
+from ..checkpoint.container import TensorEntry
+from ..checkpoint.encodings import PLAIN_ENCODINGS, PLAIN_OF_DTYPE, encoding_parts, part_name
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import plan_files
 from ..checkpoint.layouts import CANONICAL, stored_form
 from ..checkpoint.manifest import PartName, SourceRef, TensorRecord
+from ..checkpoint.sources.base import SourceWeight
 from ..checkpoint.writer import Planned
 from ..model.inventory import TensorSpec
 from .recipe import Recipe
@@ -16,7 +18,10 @@ from .source import Source
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """One tensor to be stored: which part of which weight, in which layout."""
+    """One tensor to be stored: which part of which weight, in which layout, made from which source tensor.
+
+    `imported`: the source has this very part, and only its layout (and the width of its scales) changes.
+    """
 
     spec: TensorSpec
     part: PartName
@@ -24,6 +29,8 @@ class PlannedPart:
     layout: str
     canonical_shape: tuple[int, ...]
     stored: Planned
+    origin: TensorEntry
+    imported: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,13 +47,13 @@ class ConversionPlan:
 
 
 def tensor_records(
-    source: Source, plan: ConversionPlan, source_digest: Callable[[str], str], stored_digest: Callable[[str], str]
+    plan: ConversionPlan, source_digest: Callable[[str], str], stored_digest: Callable[[str], str]
 ) -> dict[str, TensorRecord]:
     """The manifest's records of a plan, given the digests of source and stored tensors by name."""
     file_of = {tensor.name: name for name, tensors in plan.files for tensor in tensors}
     records = {}
     for name, part in plan.parts.items():
-        entry = source.checkpoint.tensors[part.spec.name]
+        entry = part.origin
         origin = SourceRef(
             name=entry.name, dtype=entry.dtype, shape=list(entry.shape), digest=source_digest(entry.name)
         )
@@ -65,29 +72,30 @@ def tensor_records(
     return records
 
 
-def _parts(spec: TensorSpec, dtype: str, encoding: str | None, layout_family: str) -> list[PlannedPart]:
-    if encoding is None or encoding in PLAIN_ENCODINGS:
-        stored = Planned(spec.name, PLAIN_ENCODINGS.get(encoding or "", dtype), spec.shape)
-        return [PlannedPart(spec, "plain", PLAIN_OF_DTYPE[stored.dtype], CANONICAL, spec.shape, stored)]
+def _parts(spec: TensorSpec, weight: SourceWeight, wanted: str | None, layout_family: str) -> list[PlannedPart]:
+    """A weight that the source has quantised keeps its encoding; `wanted` is what the recipe makes of a plain one."""
+    plain = weight.parts.get("plain")
+    if plain is not None and (wanted is None or wanted in PLAIN_ENCODINGS):
+        stored = Planned(spec.name, PLAIN_ENCODINGS.get(wanted or "", plain.dtype), spec.shape)
+        return [PlannedPart(spec, "plain", PLAIN_OF_DTYPE[stored.dtype], CANONICAL, spec.shape, stored, plain)]
+    encoding = weight.encoding if plain is None or wanted is None else wanted
     found = []
-    for part in MATRIX_ENCODINGS[encoding]:
+    for part in encoding_parts(encoding) or ():
         try:
             shape = part.shape(*spec.shape)
         except InputError as error:
             raise InputError(f"{spec.name}: cannot become {encoding}: {error}. Use a recipe that keeps it.") from None
         layout, stored_shape = stored_form(layout_family, encoding, part.name, shape)
         stored = Planned(part_name(spec.name, part), part.dtype, stored_shape)
-        found.append(PlannedPart(spec, part.name, encoding, layout, shape, stored))
+        origin = plain or weight.parts[part.name]
+        found.append(PlannedPart(spec, part.name, encoding, layout, shape, stored, origin, imported=plain is None))
     return found
 
 
 def plan_conversion(source: Source, recipe: Recipe) -> ConversionPlan:
     """Raises InputError for a tensor that the recipe cannot encode."""
     encodings = recipe.encodings(source.config)
-    groups = [
-        _parts(spec, source.checkpoint.tensors[name].dtype, encodings[name], recipe.layout)
-        for name, spec in source.specs.items()
-    ]
+    groups = [_parts(spec, source.weights[name], encodings[name], recipe.layout) for name, spec in source.specs.items()]
     parts = {part.stored.name: part for group in groups for part in group}
     files = plan_files([[part.stored for part in group] for group in groups], recipe.max_shard_bytes)
     return ConversionPlan(parts, files)

@@ -141,6 +141,11 @@ class ModelConfig:
         return ModelConfig(text, vision, mtp, tied)
 
 
+def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration without an MTP layer: what a checkpoint is whose exporter dropped it."""
+    return config | {"text_config": config["text_config"] | {"mtp_num_hidden_layers": 0}}
+
+
 def _text(section: _Section) -> TextConfig:
     where = section.where
     layers = section.integer("num_hidden_layers")

@@ -7,7 +7,7 @@ elements that one stored element covers. A cut inside such an element is refused
 from dataclasses import dataclass
 
 from ..checkpoint.directory import Checkpoint
-from ..checkpoint.encodings import MATRIX_ENCODINGS, part_name, part_of
+from ..checkpoint.encodings import encoding_parts, part_name, part_of, tile_ranges
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata
 from ..checkpoint.layouts import CANONICAL, stored_shape
@@ -24,7 +24,8 @@ class RankPart:
     """One rank's part of the stored tensor `whole`.
 
     `ranges` count elements of the canonical whole along `axis`, and stand side by side in the part; axis None: the part
-    is the whole. `layout` is the whole's where every cut lies on a tile edge, else canonical.
+    is the whole. `layout` is the whole's where every cut lies on a tile edge, else canonical. `repeat`: tile scales whose
+    tiles are cut are first repeated so often along the axis, and `ranges` count the repeated ones.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RankPart:
     ranges: Ranges
     layout: str
     canonical_shape: tuple[int, ...]
+    repeat: int = 1
 
     @property
     def stored(self) -> Planned:
@@ -46,7 +48,7 @@ def stored_names(spec: TensorSpec, manifest: Manifest, where: str) -> list[str]:
     first = manifest.tensors.get(spec.name)
     if first is None:
         raise CheckFailed(f"{where}: tensor {spec.name!r} of the family is missing. Convert again.")
-    parts = MATRIX_ENCODINGS.get(first.encoding)
+    parts = encoding_parts(first.encoding)
     if parts is None:
         expected = {spec.name: ("plain", first.dtype, spec.shape)}
     else:
@@ -95,7 +97,7 @@ def _stored_ranges(name: str, ranges: Ranges, unit: int) -> Ranges:
     return tuple((start // unit, stop // unit) for start, stop in ranges)
 
 
-def _part(name: str, record: TensorRecord, split: Split, rank: int) -> RankPart:
+def _part(name: str, record: TensorRecord, spec: TensorSpec, split: Split, rank: int) -> RankPart:
     shape = tuple(record.canonical_shape)
     whole = RankPart(name, record, None, (), record.layout, shape)
     if split.axis is None:
@@ -105,11 +107,16 @@ def _part(name: str, record: TensorRecord, split: Split, rank: int) -> RankPart:
     if unit is None:
         return whole
     axis = split.axis if part is None else sum(extent is not None for extent in part.unit[: split.axis])
-    ranges = _stored_ranges(name, split.ranges[rank], unit)
+    repeat = 1
+    if part is not None and part.ragged:
+        fine, counted = tile_ranges(unit, spec.shape[split.axis], split.ranges[rank])
+        ranges, repeat = tuple(counted), unit // fine
+    else:
+        ranges = _stored_ranges(name, split.ranges[rank], unit)
     extent = sum(stop - start for start, stop in ranges)
     mine = (*shape[:axis], extent, *shape[axis + 1 :])
     on_edges = grid_of(record.layout, record.dtype, shape).on_edges(axis, ranges)
-    return RankPart(name, record, axis, ranges, record.layout if on_edges else CANONICAL, mine)
+    return RankPart(name, record, axis, ranges, record.layout if on_edges else CANONICAL, mine, repeat)
 
 
 def plan_rank(manifest: Manifest, config: ModelConfig, tp: int, rank: int, where: str) -> list[list[RankPart]]:
@@ -121,7 +128,7 @@ def plan_rank(manifest: Manifest, config: ModelConfig, tp: int, rank: int, where
     specs = inventory(config)
     groups = [
         [
-            _part(name, manifest.tensors[name], split_of(spec, config, tp), rank)
+            _part(name, manifest.tensors[name], spec, split_of(spec, config, tp), rank)
             for name in stored_names(spec, manifest, where)
         ]
         for spec in specs.values()

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
@@ -91,7 +93,11 @@ class _Splitter:
         for first, band in reader:
             undone = None
             for part, writer in takers:
-                if part.layout == record.layout:
+                if part.repeat > 1:
+                    cells = np.repeat(band, part.repeat, axis=part.axis)
+                    start = first * part.repeat if part.axis == 0 else first
+                    pieces = reader.grid.cut(cells, start, part.axis, part.ranges)
+                elif part.layout == record.layout:
                     pieces = reader.grid.cut(band, first, part.axis, part.ranges)
                 else:
                     undone = undone or reader.canonical(first, band)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..checkpoint.container import NUMPY_DTYPE
+from ..checkpoint.encodings import tile_of
+from ..checkpoint.encodings.weights import tile_here
 from ..checkpoint.errors import CheckFailed
 from ..checkpoint.manifest import TensorRecord
 from .stage import StageView
@@ -51,9 +53,24 @@ class Joined:
             raise CheckFailed(f"ranks disagree on the dtype: {sorted(found)}")
         return NUMPY_DTYPE[found.pop()]
 
-    def _checked_ranges(self, view: StageView, name: str, axis: int) -> list[tuple[int, int]]:
-        """A rank's ranges, if they fit the whole and add up to what the rank stores."""
-        record, whole = _record(view, name), list(self.shapes[name])
+    def _repeat(self, name: str, axis: int) -> int:
+        """How often the ranks repeat each tile scale along the axis, since cuts fall inside tiles; 1 for other parts.
+
+        Raises CheckFailed if the ranks disagree.
+        """
+        found = set()
+        for view in self.views:
+            record = _record(view, name)
+            whole = tile_of(record.encoding) if record.part == "tile_scale" else None
+            here = tile_here(record.encoding, _record(view, record.weight)) if whole is not None else None
+            found.add(1 if whole is None or here is None else whole[axis] // here[axis])
+        if len(found) != 1:
+            raise CheckFailed(f"ranks disagree on the size of tiles: {sorted(found)} scales in place of one")
+        return found.pop()
+
+    def _checked_ranges(self, view: StageView, name: str, axis: int, shape: Shape) -> list[tuple[int, int]]:
+        """A rank's ranges, if they fit the whole of `shape` and add up to what the rank stores."""
+        record, whole = _record(view, name), list(shape)
         assert record.split is not None  # read_manifest refuses a rank's record without one
         ranges = record.split.ranges
         held = sum(stop - start for start, stop in ranges)
@@ -72,11 +89,25 @@ class Joined:
         shape, axis = self.shapes[name] or (1,), self.axis(name)
         if axis is None:
             return self._replicated(name, first, last)
+        repeat = self._repeat(name, axis)
+        if repeat == 1:
+            return self._joined(name, shape, axis, first, last)
+        fine = [*shape[:axis], self._fine_extent(name, axis), *shape[axis + 1 :]]
+        if axis == 0:
+            first, last = first * repeat, min(last * repeat, fine[0])
+        return _collapsed(self._joined(name, tuple(fine), axis, first, last), repeat)
+
+    def _fine_extent(self, name: str, axis: int) -> int:
+        """Extent of repeated tile scales along the axis: the furthest that a rank holds."""
+        splits = [_record(view, name).split for view in self.views]
+        return max(stop for split in splits if split is not None for _, stop in split.ranges)
+
+    def _joined(self, name: str, shape: Shape, axis: int, first: int, last: int) -> Band:
         words = np.zeros((last - first, *shape[1:]), self.dtype(name))
         covered = np.zeros(len(words) if axis == 0 else shape[1], bool)
         for view in self.views:
             offset = 0
-            for start, stop in self._checked_ranges(view, name, axis):
+            for start, stop in self._checked_ranges(view, name, axis, shape):
                 if axis == 0:
                     low, high = max(start, first), min(stop, last)
                     if low < high:
@@ -113,9 +144,14 @@ class Joined:
     def owner(self, name: str, index: list[int]) -> StageView:
         """The first rank that holds an index of the whole."""
         axis = self.axis(name)
+        repeat = 1 if axis is None else self._repeat(name, axis)
         for view in self.views:
             split = _record(view, name).split
-            if axis is None or split is None or any(start <= index[axis] < stop for start, stop in split.ranges):
+            if (
+                axis is None
+                or split is None
+                or any(start <= index[axis] * repeat < stop for start, stop in split.ranges)
+            ):
                 return view
         return self.views[0]
 
@@ -125,6 +161,23 @@ def _record(view: StageView, name: str) -> TensorRecord:
     if record is None:
         raise CheckFailed(f"{view.label} does not have it")
     return record
+
+
+def _collapsed(band: Band, repeat: int) -> Band:
+    """One scale in place of `repeat` along the band's axis. Raises CheckFailed if they are not the same scale."""
+    words = band.words.swapaxes(0, band.axis)
+    kept, covered = words[::repeat].copy(), band.covered[::repeat].copy()
+    for offset in range(1, repeat):
+        more, here = words[offset::repeat], band.covered[offset::repeat]
+        known = covered[: len(more)]
+        both = known & here
+        if (differs := first_difference(more[both], kept[: len(more)][both])) is not None:
+            tile = int(np.flatnonzero(both)[differs[0][0]])
+            raise CheckFailed(f"a scale repeated within band tile {tile} of axis {band.axis} differs: {differs[1:]}")
+        new = here & ~known
+        kept[: len(more)][new] = more[new]
+        covered[: len(more)] |= here
+    return Band(np.ascontiguousarray(kept.swapaxes(0, band.axis)), band.axis, covered)
 
 
 def _place(words: np.ndarray, covered: np.ndarray, where: slice, piece: np.ndarray, view: StageView) -> None:

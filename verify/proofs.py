@@ -8,7 +8,7 @@ from ..checkpoint.errors import InputError
 from .ranks import RankSet, open_ranks, prove_lineage, prove_partition, prove_replicas, rank_directories
 from .report import Report
 from .scan import prove_bytes
-from .source import open_source, prove_source
+from .source import open_source, prove_source, with_second
 from .stage import StageView, open_stage, prove_inventory
 from .whole import prove_joined
 
@@ -33,11 +33,13 @@ def verify(
     converted: Path | None = None,
     ranks: Path | None = None,
     advance: Advance | None = None,
+    mtp_from: Path | None = None,
 ) -> Report:
     """Prove what can be proved of a source, a converted directory, and the folder of its ranks (or one rank).
 
-    `advance` is called with bytes read. The report holds failures; InputError is raised only where there is nothing to
-    check: a missing, unfinished or wrong kind of directory.
+    `mtp_from`: the second source that the MTP layer was taken from. `advance` is called with bytes read. The report
+    holds failures; InputError is raised only where there is nothing to check: a missing, unfinished or wrong kind of
+    directory.
     """
     if source is None and converted is None and ranks is None:
         raise InputError("nothing to verify: give --source, --converted or --ranks, or several of them.")
@@ -60,6 +62,8 @@ def verify(
         if checkpoint is None or reader is None or view is None:
             report.skip("source -> converted", "needs a readable source, and a converted directory or all its ranks")
         else:
+            if mtp_from is not None:
+                checkpoint = with_second(checkpoint, mtp_from)
             prove_source(checkpoint, view, reader, report, tell)
     return report
 

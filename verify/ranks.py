@@ -8,7 +8,7 @@ import msgspec
 
 from ..checkpoint.digest import digest_json
 from ..checkpoint.directory import INDEX
-from ..checkpoint.encodings import part_of
+from ..checkpoint.encodings import part_of, tile_ranges
 from ..checkpoint.errors import DuovoltError, InputError
 from ..checkpoint.manifest import TensorRecord, has_manifest
 from ..model.inventory import inventory
@@ -150,10 +150,11 @@ def prove_lineage(converted: StageView, ranks: RankSet, report: Report) -> None:
 
 
 def _expected_split(
-    record: TensorRecord, split: Split, rank: int, shape: Shape
+    record: TensorRecord, split: Split, rank: int, shape: Shape, logical: Shape
 ) -> tuple[int | None, list[Any], list[int]]:
     """(axis, ranges, canonical shape) that the partition table gives a stored part of a whole of `shape`.
 
+    `logical` is the shape of the weight.
     Raises InputError if a cut would fall inside a stored element.
     """
     if split.axis is None:
@@ -165,9 +166,12 @@ def _expected_split(
         return None, [], list(shape)
     axis = split.axis - units[: split.axis].count(None)
     ranges = split.ranges[rank]
-    if any(edge % unit for pair in ranges for edge in pair):
+    if part is not None and part.ragged:
+        cut = tile_ranges(unit, logical[split.axis], ranges)[1]
+    elif any(edge % unit for pair in ranges for edge in pair):
         raise InputError(f"the partition cuts inside a group of {unit}: {ranges}")
-    cut = [(start // unit, stop // unit) for start, stop in ranges]
+    else:
+        cut = [(start // unit, stop // unit) for start, stop in ranges]
     return axis, cut, [*shape[:axis], sum(stop - start for start, stop in cut), *shape[axis + 1 :]]
 
 
@@ -188,7 +192,7 @@ def prove_partition(ranks: RankSet, report: Report) -> None:
                 continue  # the inventory proof has named it
             try:
                 split = split_of(spec, view.config, rank.manifest.tp_size or 0)
-                wanted = _expected_split(record, split, rank.manifest.tp_rank or 0, shapes[name])
+                wanted = _expected_split(record, split, rank.manifest.tp_rank or 0, shapes[name], spec.shape)
             except InputError as error:
                 proof.fail(str(error), tensor=name, file=rank.file(name))
                 continue

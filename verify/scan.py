@@ -17,13 +17,14 @@ from .words import canonical_index, hex_word
 Advance = Callable[[int], None]
 
 E4M3_NAN = 0x7F  # without the sign
+FLOAT_SCALES = ("row_scale", "tensor_scale", "tile_scale", "global_scale")  # stored as F32
 
 
 def _forbidden(record: TensorRecord, words: np.ndarray) -> np.ndarray:
     """Which words of a block may not be there, as booleans."""
     if record.part == "block_scale" or (record.part == "words" and record.dtype == "F8_E4M3"):
         return (words & 0x7F) == E4M3_NAN
-    if record.part in ("row_scale", "global_scale"):
+    if record.part in FLOAT_SCALES:
         values = words.view(np.float32)
         return ~(np.isfinite(values) & (values > 0))
     if record.part == "plain" and record.dtype == "BF16":
@@ -131,7 +132,7 @@ def _judge(scan: _TensorScan, view: StageView, files: Proof, sanity: Proof) -> N
     if scan.forbidden is None or (record.part == "plain" and _is_the_sources(record)):
         return
     flat, word = scan.forbidden
-    wanted = "a finite positive scale" if record.part in ("row_scale", "global_scale") else "a finite value"
+    wanted = "a finite positive scale" if record.part in FLOAT_SCALES else "a finite value"
     stored_as_said = list(scan.entry.shape) == record.shape
     index = canonical_index(record, flat) if stored_as_said else [flat]
     sanity.fail("not finite", tensor=name, file=file, index=index, found=word, expected=wanted)

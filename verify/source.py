@@ -1,7 +1,7 @@
 """Source to converted: kept words are equal, quantised values are within half a step, nothing is missing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,19 @@ import numpy as np
 import xxhash
 
 from ..checkpoint.bands import CanonicalReader, DecodedWeight
-from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, read_range
-from ..checkpoint.digest import digest_file
+from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks, read_range
+from ..checkpoint.digest import digest_blocks, digest_file
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import PLAIN_OF_DTYPE
 from ..checkpoint.encodings.plain import from_float32, to_float32
 from ..checkpoint.encodings.weights import weights_of
 from ..checkpoint.errors import DuovoltError, InputError
 from ..checkpoint.manifest import Manifest, SourceRef, TensorRecord
+from ..checkpoint.sources import declaration_of, read_form, without_quantisation
+from ..checkpoint.sources.stored import ACTIVATION_SCALES
+from ..model.config import without_mtp
+from ..model.inventory import EMBED, HEAD
+from ..model.names import family_name
 from .errors import ALLOWANCES, PLAIN, Allowance, ErrorSums, fp8_bound, nvfp4_bound
 from .report import Proof, Report
 from .stage import StageView
@@ -60,14 +65,22 @@ class _SourceProofs:
     kept: Proof
     quantised: Proof
     report: Report
+    second: list[str]
     allowance: Allowance
     seen: set[str] = field(default_factory=set)
+    elsewhere: set[str] = field(default_factory=set)
 
     def entry(self, ref: SourceRef) -> TensorEntry | None:
         """The source tensor that a record names, if its header says the same."""
         entry = self.source.tensors.get(ref.name)
         self.seen.add(ref.name)
-        if entry is None:
+        if (
+            entry is None
+            and self.second
+            and family_name(ref.name).startswith(tuple(f"{part}." for part in self.second))
+        ):
+            self.elsewhere.add(ref.name)
+        elif entry is None:
             self.digests.fail("the conversion read it, the source does not have it", tensor=ref.name)
         elif (entry.dtype, list(entry.shape)) != (ref.dtype, ref.shape):
             self.digests.fail("another tensor than was converted", tensor=ref.name, file=str(entry.path),
@@ -161,9 +174,16 @@ def _unequal(
     return first_difference(to_float32(stored, stored_dtype), to_float32(values, stored_dtype))
 
 
+def _wanted_config(source: Checkpoint, manifest: Manifest) -> dict[str, Any]:
+    """The source's configuration without quantisation, and without an MTP layer that is recorded as absent."""
+    wanted = without_quantisation(source.config)
+    return without_mtp(wanted) if "mtp" in manifest.source.absent else wanted
+
+
 def _compare_side_files(source: Checkpoint, manifest: Manifest, config: dict[str, Any] | None, report: Report) -> None:
     """Tokenizer, templates and unknown files went over byte for byte; `config` is the converted configuration."""
     proof = report.begin("source -> converted: side files")
+    wanted_config = _wanted_config(source, manifest)
     for name in source.side_files:
         path = source.path / name
         if name in QUANTISATION_FILES:
@@ -171,15 +191,52 @@ def _compare_side_files(source: Checkpoint, manifest: Manifest, config: dict[str
         record = manifest.files.get(name)
         if record is None:
             proof.fail("in the source, but not carried over", file=str(path))
-        elif name == "config.json" and "quantization_config" in source.config:
-            wanted = {key: value for key, value in source.config.items() if key != "quantization_config"}
-            if config != wanted:
-                proof.fail("not the source's without its quantization_config", file=str(path))
+        elif name == "config.json" and wanted_config != source.config:
+            if config != wanted_config:
+                proof.fail("not the source's without quantisation and absent parts", file=str(path))
         elif record.digest != (digest := digest_file(path)):
             proof.fail(
                 "digest: not the file that was carried over", file=str(path), found=digest, expected=record.digest
             )
+    try:
+        _, quantization, hf_quant = declaration_of(source)
+    except DuovoltError as error:
+        proof.fail(str(error))
+    else:
+        for name, said, kept in (
+            ("quantization_config", quantization, manifest.source.quantization_config),
+            ("hf_quant_config", hf_quant, manifest.source.hf_quant_config),
+        ):
+            if said != kept:
+                proof.fail(f"the manifest's {name} is not the source's", file=str(source.path))
     proof.detail = f"{len(source.side_files)} files carried over byte for byte"
+
+
+def _check_dropped(source: Checkpoint, manifest: Manifest, proofs: _SourceProofs) -> None:
+    """Nothing was made from these: scales that no weight needs, or a head whose bytes are those of the embedding."""
+    for name in manifest.source.dropped:
+        entry = source.tensors.get(name)
+        if entry is None:
+            proofs.digests.fail("recorded as left out, the source does not have it", tensor=name)
+            continue
+        proofs.seen.add(name)
+        if name.rpartition(".")[2] in ACTIVATION_SCALES:
+            continue
+        embed = next((e for n, e in source.tensors.items() if family_name(n) == EMBED), None)
+        if family_name(name) != HEAD or embed is None or digest_blocks(blocks(entry)) != digest_blocks(blocks(embed)):
+            proofs.digests.fail(
+                "left out, though neither a scale of activations nor a head equal to the embedding",
+                tensor=name,
+                file=str(entry.path),
+            )
+
+
+def with_second(source: Checkpoint, second: Path) -> Checkpoint:
+    """The source, and the MTP tensors of another one. Raises InputError if that cannot be read."""
+    other = Checkpoint.open(second)
+    taken = {name: entry for name, entry in other.tensors.items() if family_name(name).startswith("mtp.")}
+    form = read_form(other)
+    return replace(source, tensors={n: e for n, e in taken.items() if n not in form.dropped} | source.tensors)
 
 
 def prove_source(
@@ -197,9 +254,10 @@ def prove_source(
         report.begin("source -> converted: kept words"),
         report.begin("source -> converted: quantised values"),
         report,
+        manifest.source.second,
         ALLOWANCES.get(str(manifest.recipe.get("quantiser")), PLAIN),
     )  # fmt: skip
-    kept = 0
+    kept = imported = 0
     try:
         weights = weights_of(manifest)
     except InputError as error:
@@ -214,12 +272,23 @@ def prove_source(
             for part, name in names.items():
                 proofs.compare_kept(name, parts[part])
                 kept += 1
+            imported += "words" in parts
         except (*UNREADABLE, LookupError) as error:
             proofs.kept.fail(f"cannot be compared: {error}", tensor=weight)
+    _check_dropped(source, manifest, proofs)
     for name in sorted(source.tensors.keys() - proofs.seen):
         proofs.digests.fail("in the source, but nothing was made from it", tensor=name,
                             file=str(source.tensors[name].path))  # fmt: skip
     _compare_side_files(source, manifest, config, report)
-    proofs.digests.detail = f"{len(proofs.seen)} tensors, each used, each the one that was converted"
-    proofs.kept.detail = f"{kept} tensors equal word for word"
+    if proofs.elsewhere:
+        report.notes.append(
+            f"{len(proofs.elsewhere)} tensors were taken from a second source: give it with --mtp-from to compare them."
+        )
+    compared = len(proofs.seen) - len(proofs.elsewhere)
+    left_out = f", {len(manifest.source.dropped)} of them left out as recorded" if manifest.source.dropped else ""
+    proofs.digests.detail = f"{compared} tensors, each the one that was converted{left_out}"
+    repacked = (
+        f", among them the words and scales of {imported} weights that the source has quantised" if imported else ""
+    )
+    proofs.kept.detail = f"{kept} tensors equal word for word{repacked}"
     proofs.quantised.detail = f"{len(report.errors)} weights, every value within half a step of its encoding"

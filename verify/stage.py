@@ -7,7 +7,7 @@ import numpy as np
 
 from ..checkpoint.bands import canonical_rows
 from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
-from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS, part_name
+from ..checkpoint.encodings import PLAIN_ENCODINGS, encoding_parts, part_name
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
 from ..checkpoint.layouts import ROWS, layout_named, stored_shape
 from ..checkpoint.manifest import Manifest, TensorRecord, has_manifest, read_manifest
@@ -146,9 +146,9 @@ def expected_parts(spec: TensorSpec, record: TensorRecord) -> dict[str, tuple[st
     """
     if record.encoding in PLAIN_ENCODINGS:
         return {spec.name: ("plain", PLAIN_ENCODINGS[record.encoding], spec.shape)}
-    if record.encoding not in MATRIX_ENCODINGS or len(spec.shape) != 2:
+    parts = encoding_parts(record.encoding)
+    if parts is None or len(spec.shape) != 2:
         raise InputError(f"encoding {record.encoding!r} cannot store {list(spec.shape)}")
-    parts = MATRIX_ENCODINGS[record.encoding]
     return {part_name(spec.name, part): (part.name, part.dtype, part.shape(*spec.shape)) for part in parts}
 
 

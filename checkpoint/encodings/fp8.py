@@ -4,6 +4,7 @@ Formulas (all in float32, one rounding each):
   scale[r] = max(amax(|W[r]|) / 448, 2^-126), 1.0 for a row of zeros
   word     = E4M3(clamp(W[r] / scale[r], -448, 448)), ties to even; zero is always written +0
   decode   = E4M3 value * scale[r]
+Sources quantised by others may have one scale for the matrix, or one a tile (usually 128 x 128): decoded alike.
 """
 
 import numpy as np
@@ -55,6 +56,11 @@ def encode_rows(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def decode_rows(words: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """float32 [rows, columns] from words uint8 and scales float32 [rows]."""
     return DECODE[words] * scale.astype(np.float32)[:, None]
+
+
+def decode_tiles(words: np.ndarray, scale: np.ndarray, columns: int) -> np.ndarray:
+    """float32 [rows, K] from words uint8 and scales float32 [rows, ceil(K / columns)]: one a row and tile of columns."""
+    return DECODE[words] * np.repeat(scale, columns, axis=1)[:, : words.shape[1]]
 
 
 def has_nan(words: np.ndarray) -> bool:

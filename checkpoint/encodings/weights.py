@@ -8,7 +8,7 @@ from .. import layouts
 from ..directory import Checkpoint
 from ..errors import CheckFailed, InputError
 from ..manifest import Manifest, TensorRecord
-from . import fp8, nvfp4, plain
+from . import PLAIN_ENCODINGS, fp8, nvfp4, plain, tile_of, tile_ranges, words_of
 
 
 def weights_of(manifest: Manifest) -> dict[str, dict[str, str]]:
@@ -33,24 +33,66 @@ def canonical(checkpoint: Checkpoint, name: str, record: TensorRecord) -> np.nda
     return layouts.to_canonical(checkpoint.read(name), record.layout, tuple(record.canonical_shape))
 
 
-def decode_parts(weight: str, encoding: str, parts: Mapping[str, tuple[str, np.ndarray]]) -> np.ndarray:
+def decode_parts(
+    weight: str,
+    encoding: str,
+    parts: Mapping[str, tuple[str, np.ndarray]],
+    first: int = 0,
+    tile: tuple[int, int] | None = None,
+) -> np.ndarray:
     """float32 values from canonical parts, each given as (stored dtype, words).
 
-    Raises InputError if a part is missing or the encoding unknown.
+    The parts hold the weight's rows from `first` on; tile scales start with the tile that row `first` lies in. `tile`:
+    rows and columns a tile covers, if finer than the encoding's own. Raises InputError if a part is missing or the
+    encoding unknown.
     """
     try:
-        if encoding in ("bf16", "fp16", "fp32"):
+        if encoding in PLAIN_ENCODINGS:
             dtype, words = parts["plain"]
             return plain.to_float32(words, dtype)
+        words, base = parts["words"][1], words_of(encoding)
+        if base == "nvfp4":
+            scale = np.float32(_scale(parts, "global_scale").reshape(-1)[0])
+            divides = encoding == "nvfp4/divisor"
+            blocks = parts["block_scale"][1]
+            factor = nvfp4.factors(blocks, divisor=scale) if divides else nvfp4.factors(blocks, multiplier=scale)
+            return nvfp4.decode(words, factor)
         if encoding == "fp8_e4m3":
-            return fp8.decode_rows(parts["words"][1], parts["row_scale"][1])
-        if encoding == "nvfp4":
-            scale = np.float32(parts["global_scale"][1].reshape(-1)[0])
-            factor = nvfp4.factors(parts["block_scale"][1], multiplier=scale)
-            return nvfp4.decode(parts["words"][1], factor)
+            return fp8.decode_rows(words, _scale(parts, "row_scale"))
+        if encoding == "fp8_e4m3/tensor":
+            return fp8.decode_rows(words, np.broadcast_to(_scale(parts, "tensor_scale").reshape(-1), len(words)))
+        if (own := tile_of(encoding)) is not None:
+            rows, columns = tile or own
+            scale_rows = _scale(parts, "tile_scale")[(first + np.arange(len(words))) // rows - first // rows]
+            return fp8.decode_tiles(words, scale_rows, columns)
     except KeyError as missing:
         raise InputError(f"weight {weight!r} ({encoding}) lacks its {missing.args[0]}.") from None
     raise InputError(f"weight {weight!r} has the unknown encoding {encoding!r}.")
+
+
+def _scale(parts: Mapping[str, tuple[str, np.ndarray]], part: str) -> np.ndarray:
+    dtype, words = parts[part]
+    return plain.to_float32(words, dtype)
+
+
+def tile_here(encoding: str, words: TensorRecord) -> tuple[int, int] | None:
+    """Rows and columns that a stored tile scale covers in the directory that `words` is recorded in; None: no tiles.
+
+    In a rank it is finer than the encoding says where a cut falls inside a tile.
+    """
+    tile = tile_of(encoding)
+    split = words.split
+    if tile is None or split is None or split.axis is None:
+        return tile
+    shape = stored_extent(split.whole.shape, split.whole.layout)
+    refined, _ = tile_ranges(tile[split.axis], shape[split.axis], split.ranges)
+    return (refined, tile[1]) if split.axis == 0 else (tile[0], refined)
+
+
+def stored_extent(shape: list[int], layout: str) -> tuple[int, ...]:
+    """Canonical shape of FP8 words that are stored as `shape` in `layout`."""
+    tile = layouts.layout_named(layout)
+    return tuple(shape) if tile is None else (shape[0] * shape[2], shape[1] * tile.bytes_per_group)
 
 
 def read_weight(checkpoint: Checkpoint, manifest: Manifest, weight: str) -> np.ndarray:
@@ -66,4 +108,6 @@ def read_weight(checkpoint: Checkpoint, manifest: Manifest, weight: str) -> np.n
     if len(encodings) != 1:
         raise InputError(f"{checkpoint.path}: the parts of {weight!r} disagree on the encoding: {sorted(encodings)}.")
     parts = {part: (record.dtype, canonical(checkpoint, names[part], record)) for part, record in records.items()}
-    return decode_parts(weight, encodings.pop(), parts)
+    encoding = encodings.pop()
+    tile = tile_here(encoding, records["words"]) if "words" in records else None
+    return decode_parts(weight, encoding, parts, tile=tile)

@@ -6,7 +6,7 @@ stand in row-major order, cutting at tile edges commutes with the layout: layout
 A matrix that does not fill whole tiles stays canonical.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..errors import InputError
 
 ROWS = 32  # rows a tile: the lanes of a warp
 COLUMNS = 16  # logical columns a tile: an nvfp4 group
+SLAB_BYTES = 128 << 10
 
 
 def _same(words: np.ndarray) -> np.ndarray:
@@ -81,14 +82,36 @@ class TileLayout:
         rows, row_bytes = words.shape
         if not self.fits(rows, row_bytes):
             raise ValueError(f"[{rows}, {row_bytes}] bytes do not fill tiles of {ROWS} x {self.bytes_per_group}")
-        tiles = words.reshape(rows // ROWS, ROWS, row_bytes // self.bytes_per_group, self.bytes_per_group)
-        return self.forward(np.ascontiguousarray(tiles.transpose(0, 2, 1, 3))).reshape(self.shape(rows, row_bytes))
+        groups = row_bytes // self.bytes_per_group
+        source = np.ascontiguousarray(words).view(self._unit).reshape(rows // ROWS, ROWS, groups)
+        tiles = np.empty((rows // ROWS, groups, ROWS), self._unit)
+        for slab in self._slabs(source):
+            tiles[slab] = source[slab].transpose(0, 2, 1)
+            flat = tiles[slab].reshape(-1).view(np.uint8)
+            flat[:] = self.forward(flat)
+        return tiles.view(np.uint8).reshape(self.shape(rows, row_bytes))
 
     def invert(self, tiles: np.ndarray) -> np.ndarray:
         """Canonical bytes uint8 [rows, row bytes] of tiles."""
         bands, groups = tiles.shape[:2]
-        words = self.backward(np.ascontiguousarray(tiles).reshape(bands, groups, ROWS, self.bytes_per_group))
-        return np.ascontiguousarray(words.transpose(0, 2, 1, 3)).reshape(bands * ROWS, groups * self.bytes_per_group)
+        source = np.ascontiguousarray(tiles).reshape(bands, -1)
+        words = np.empty((bands, ROWS, groups), self._unit)
+        for slab in self._slabs(source):
+            inner = self.backward(source[slab].reshape(-1)).view(self._unit)
+            words[slab] = inner.reshape(-1, groups, ROWS).transpose(0, 2, 1)
+        return words.view(np.uint8).reshape(bands * ROWS, groups * self.bytes_per_group)
+
+    @property
+    def _unit(self) -> np.dtype:
+        """One row of a tile as a single element, so that numpy moves it whole."""
+        return np.dtype({1: "u1", 8: "<u8", 16: "<c16"}[self.bytes_per_group])
+
+    @staticmethod
+    def _slabs(bands: np.ndarray) -> Iterator[slice]:
+        """Some bands at a time, so that what the bit moves leave behind stays in the cache."""
+        step = max(1, SLAB_BYTES * len(bands) // max(1, bands.nbytes))
+        for first in range(0, len(bands), step):
+            yield slice(first, first + step)
 
 
 CANONICAL = "canonical"
@@ -101,7 +124,7 @@ LAYOUTS: dict[str, TileLayout] = {
     )
 }
 
-# Which layout a recipe's `layout = "v100"` gives to each (encoding, part); what is not listed stays canonical.
+# Which layout a recipe's `layout = "v100"` gives to each (kind of words, part); what is not listed stays canonical.
 V100 = {
     ("nvfp4", "words"): "v100-nvfp4",
     ("nvfp4", "block_scale"): "v100-scale",
@@ -120,7 +143,7 @@ def layout_named(name: str) -> TileLayout | None:
 
 def stored_form(family: str, encoding: str, part: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """(layout name, stored shape) of a part of canonical `shape` in a recipe's layout family: `v100` or `canonical`."""
-    wanted = V100.get((encoding, part)) if family == "v100" else None
+    wanted = V100.get((encoding.partition("/")[0], part)) if family == "v100" else None
     if wanted is None or len(shape) != 2 or not LAYOUTS[wanted].fits(*shape):
         return CANONICAL, shape
     return wanted, LAYOUTS[wanted].shape(*shape)

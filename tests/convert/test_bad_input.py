@@ -124,7 +124,10 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     "negative size": (set_config("hidden_size", -64, "text_config"), ["hidden_size is -64"]),
     "size is text": (set_config("head_dim", "32", "text_config"), ["head_dim is '32'"]),
     "other shape than config": (set_config("intermediate_size", 160, "text_config"), ["of another shape", "mlp"]),
-    "quantised already": (set_config("quantization_config", {"quant_method": "fp8"}), ["already quantised", "'fp8'"]),
+    "declared quantised": (
+        set_config("quantization_config", {"quant_method": "fp8"}),
+        ["declared (fp8) is not what is stored", "is stored plain, but declared quantised"],
+    ),
     "nan": (put_value(0x7FC0), [DOWN, "nan", "[3, 5]"]),
     "infinity": (put_value(0xFF80), [DOWN, "-inf", "[3, 5]"]),
     "other prefix": (

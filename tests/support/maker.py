@@ -14,7 +14,7 @@ import numpy as np
 
 from duovolt.checkpoint.container import ITEMSIZE, NUMPY_DTYPE
 from duovolt.checkpoint.digest import digest_bytes, digest_json
-from duovolt.checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS, part_name
+from duovolt.checkpoint.encodings import PLAIN_ENCODINGS, encoding_parts, part_name
 from duovolt.checkpoint.files import file_metadata, plan_files
 from duovolt.checkpoint.layouts import layout_named, stored_form
 from duovolt.checkpoint.manifest import FORMAT_VERSION, Manifest, SourceRecord, SourceRef, TensorRecord
@@ -97,7 +97,7 @@ def stored_parts(spec: TensorSpec, encoding: str, family: str) -> list[tuple[str
         dtype = PLAIN_ENCODINGS[encoding]
         return [("plain", "canonical", dtype, spec.shape, Planned(spec.name, dtype, spec.shape))]
     found = []
-    for part in MATRIX_ENCODINGS[encoding]:
+    for part in encoding_parts(encoding) or ():
         shape = part.shape(*spec.shape)
         layout, stored = stored_form(family, encoding, part.name, shape)
         found.append((part.name, layout, part.dtype, shape, Planned(part_name(spec.name, part), part.dtype, stored)))
