@@ -152,7 +152,9 @@ def test_conversions_do_not_depend_on_the_arithmetic(source: Path, tmp_path: Pat
         found = []
         for arithmetic in ("compiled", "numpy"):
             target = tmp_path / f"{name}-{arithmetic}"
-            report = pipeline.convert(source, target, load_recipe(str(recipe)), 3, lambda count: None, arithmetic)
+            report = pipeline.convert(
+                source, target, load_recipe(str(recipe)), 3, lambda count: None, arithmetic=arithmetic
+            )
             assert report.arithmetic.startswith(arithmetic)
             found.append(contents(target))
         assert found[0] == found[1]
