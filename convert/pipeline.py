@@ -105,8 +105,6 @@ def _require_castable(plan: ConversionPlan, facts: SourceFacts) -> None:
 def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser) -> dict[str, np.float32]:
     """weight -> the nvfp4 global scale, from its largest magnitude and those of the partners that share it.
 
-    Weights that the source has quantised keep the scale they have, and are nobody's partners.
-
     Raises InputError naming the weight that the quantiser has no scale for.
     """
     ours = {part.spec.name: part for part in plan.parts.values() if part.part == "global_scale" and not part.imported}
@@ -271,7 +269,6 @@ def convert(
     recipe: Recipe,
     workers: int,
     advance: Advance,
-    arithmetic: str = "auto",
     mtp_from: Path | None = None,
     arithmetic: str = "auto",
 ) -> ConversionReport:
