@@ -1,5 +1,11 @@
 """`python -m duovolt`."""
 
-from .cli.main import entry
+import sys
 
-entry()
+try:
+    from .cli.main import entry
+
+    entry()
+except KeyboardInterrupt:  # while modules were still being imported
+    print("duovolt: interrupted.", file=sys.stderr)
+    sys.exit(130)

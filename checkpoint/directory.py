@@ -1,5 +1,6 @@
 """A checkpoint directory: index, shards, side files. The index is the authority; file name patterns mean nothing."""
 
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -122,6 +123,10 @@ class Checkpoint:
                 notices.append(f"{child.name}: not named by {INDEX}, left alone")
             elif child.is_symlink() and not child.exists():
                 raise InputError(f"{child}: a dangling link to {child.readlink()}. Fetch the content, not the link.")
+            elif not stat.S_ISREG(child.stat().st_mode):  # a pipe or a device would never end
+                raise InputError(f"{child}: not a regular file. Remove it from the checkpoint's directory.")
+            elif not child.name.isprintable():
+                raise InputError(f"{path}: side file {child.name!r} has a name that is no text. Rename or remove it.")
             else:
                 side_files.append(child.name)
         return Checkpoint(path, config, tensors, headers, side_files, notices)

@@ -60,7 +60,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 f"{path}: the disk is full ({free / 1e9:.2f} GB free). Nothing half-written was kept under its final "
                 "name; free some space and run the same command again, it resumes."
             ) from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.EMFILE):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EMFILE):
             raise EnvironmentFault(f"{error.filename or path}: {error.strerror}.") from None
         raise
 
@@ -85,6 +85,12 @@ def process_start(pid: int) -> str:
         return ""
 
 
+def _require_regular(path: Path) -> None:
+    """Raises InputError if something else than a file bears the name of a file of ours: a pipe would hang us."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: not a regular file. Remove it.")
+
+
 class DirectoryLock:
     """Exclusive use of a directory by one process: `flock`, with pid and start time for the message.
 
@@ -97,6 +103,7 @@ class DirectoryLock:
 
     def __enter__(self) -> "DirectoryLock":
         while True:
+            _require_regular(self.path)
             handle = self.path.open("a+")
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,6 +241,7 @@ class StageDirectory:
         for leftover in self.path.glob(f".*{TEMPORARY}"):
             leftover.unlink()
         journal = self.path / JOURNAL
+        _require_regular(journal)
         if not journal.exists():
             if strangers := [p.name for p in sorted(self.path.iterdir()) if p.name != LOCK]:
                 raise InputError(

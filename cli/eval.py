@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _text(path: Path | None, bundled: str) -> str:
     try:
-        return (path or resources.files("duovolt.tiny") / bundled).read_text()  # type: ignore[union-attr]
+        return (path or resources.files("duovolt.tiny") / bundled).read_text(encoding="utf-8")  # type: ignore[union-attr]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path or bundled}: {getattr(error, 'strerror', None) or error}.") from None
 

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed check, 2 bad usage or input, 3 environment (disk, G
 import argparse
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,13 @@ COMMANDS = {
     "rank": ("rank", "one rank process (started by serve)"),
 }
 HIDDEN = {"rank"}
+BAD_PATH = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+)  # the user's mistake, not the disk's
 
 
 def _parser(command: str) -> tuple[argparse.ArgumentParser, object]:
@@ -74,15 +82,14 @@ def _report(error: BaseException, debug: bool) -> int:
         return 3
     if isinstance(error, OSError):
         print(f"duovolt: {error.filename or 'system'}: {error.strerror or error}.", file=sys.stderr)
-        return 2 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) else 3
+        return 2 if error.errno in BAD_PATH else 3
     print(
         f"duovolt: unexpected {type(error).__name__}: {error}. Run again with --debug and report it.", file=sys.stderr
     )
     return 1
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one command line (without the program's name); the exit code."""
+def _dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0 if argv else 2
@@ -93,18 +100,47 @@ def main(argv: Sequence[str]) -> int:
     if command not in COMMANDS:
         print(f"duovolt: no command {command!r}. `duovolt --help` lists them.", file=sys.stderr)
         return 2
-    debug = "--debug" in rest
+    parser, module = _parser(command)
     try:
-        parser, module = _parser(command)
-        return int(module.run(parser.parse_args(rest)))  # type: ignore[attr-defined]
+        args = parser.parse_args(rest)
+    except SystemExit as stopped:  # argparse has printed help or usage
+        return int(stopped.code or 0)
+    return int(module.run(args))  # type: ignore[attr-defined]
+
+
+def _flush(code: int) -> int:
+    """Push out what was printed while errors still have a name. Nobody reading (`| head`) changes no verdict."""
+    try:
+        sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has left (`| head`): nothing to say, nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        return code or _report(error, False)
+    return code
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line (without the program's name); the exit code.
+
+    A command whose output nobody reads any more (`| head`) ends with 1: what it would have said is not known.
+    """
+    try:
+        return _flush(_dispatch(argv))
+    except BrokenPipeError:
+        _drop_output()
+        return 1
     except (Exception, KeyboardInterrupt) as error:
-        return _report(error, debug)
+        return _report(error, "--debug" in argv)
 
 
 def entry() -> None:
     """Console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are no text
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))

@@ -119,6 +119,8 @@ class ModelConfig:
         """Parse a configuration. Raises InputError for another architecture or values that make no sense."""
         top = _Section(config, where)
         names, model_type = top.value.get("architectures"), top.value.get("model_type")
+        if names is not None and not isinstance(names, list):
+            raise InputError(f"{where}: architectures is {names!r}, expected a list of names.")
         if model_type != MODEL_TYPE or (names and ARCHITECTURE not in names):
             raise InputError(
                 f"{where}: architecture {names or 'unnamed'} (model_type {model_type!r}) is not supported; "

@@ -2,20 +2,24 @@
 
 import errno
 import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from duovolt.checkpoint.errors import CheckFailed, EnvironmentFault, InputError
 from duovolt.cli import main as cli
 
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "tiny_qwen3_5" / "checkpoint"
 VISIBLE = [name for name in cli.COMMANDS if name not in cli.HIDDEN]
 
 
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([command, "--help"])
-    assert stopped.value.code == 0
+    assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"duovolt {command}" in text and "--quiet" in text and "--debug" in text
     if command in VISIBLE:
@@ -33,9 +37,8 @@ def test_bad_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert cli.main(["convrt"]) == 2
     assert "no command 'convrt'" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["shard", "a", "b"])  # no default width
-    assert stopped.value.code == 2 and "--tp" in capsys.readouterr().err
+    assert cli.main(["shard", "a", "b"]) == 2  # no default width
+    assert "--tp" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -69,3 +72,58 @@ def test_every_kind_of_fault_is_one_message_and_its_code(
     assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
     with pytest.raises(type(fault)):
         cli.main(["inspect", "somewhere", "--debug"])
+
+
+def piped(command: str, **environment: str) -> tuple[int, str]:
+    """Exit code of the duovolt command in a shell pipeline whose reader leaves at once, and what stderr got."""
+    program = f'set -o pipefail; {sys.executable} -m duovolt {command} | true; echo "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=os.environ | environment)
+    return int(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["--help", "--version", "plan {fixture}", "inspect {fixture}", "convert --help"])
+def test_a_reader_that_leaves_is_no_crash(command: str, unbuffered: str) -> None:
+    code, stderr = piped(command.format(fixture=FIXTURE), PYTHONUNBUFFERED=unbuffered)
+    assert code in (0, 1) and stderr == ""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_failed_proof_stays_one_when_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
+    source, converted = tmp_path / "source", tmp_path / "converted"
+    shutil.copytree(FIXTURE, source)
+    assert cli.main(["convert", str(source), str(converted), "--quiet"]) == 0
+    shard = next(converted.glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    code, stderr = piped(f"verify --converted {converted}", PYTHONUNBUFFERED=unbuffered)
+    assert code == 1 and "Traceback" not in stderr
+
+
+def test_a_full_output_device_is_the_environments_fault() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "duovolt", "inspect", FIXTURE], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 3 and b"No space left" in done.stderr and done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("name", ["o\udcff", "n" * 300])
+def test_odd_paths_are_the_users_to_mend(name: str) -> None:
+    for command in (["inspect", name], ["convert", name, "x"], ["verify", "--converted", name]):
+        done = subprocess.run([sys.executable, "-m", "duovolt", *command], capture_output=True)
+        assert done.returncode == 2 and b"Traceback" not in done.stderr and done.stderr.count(b"\n") == 1
+
+
+def test_an_interrupt_during_imports_is_an_interrupt() -> None:
+    program = (
+        "import sys, types\n"
+        "class Interrupted(types.ModuleType):\n"
+        "    def __getattr__(self, name):\n"
+        "        raise KeyboardInterrupt\n"
+        "sys.modules['duovolt.cli.main'] = Interrupted('duovolt.cli.main')\n"
+        "import duovolt.__main__\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "duovolt: interrupted.\n")

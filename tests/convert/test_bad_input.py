@@ -109,6 +109,13 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     ),
     "index is no json": (lambda d: (d / INDEX).write_text("{"), [INDEX, "not valid JSON"]),
     "index is a list": (lambda d: (d / INDEX).write_text("[]"), ["no weight_map"]),
+    "pipe as a side file": (lambda d: os.mkfifo(d / "notes.txt"), ["notes.txt", "not a regular file"]),
+    "device as a side file": (lambda d: (d / "notes.txt").symlink_to("/dev/zero"), ["notes.txt", "not a regular file"]),
+    "name that is no text": (
+        lambda d: Path(os.fsdecode(os.fsencode(d) + b"/bad\xff.txt")).write_text("x"),
+        ["no text"],
+    ),
+    "architectures is a number": (set_config("architectures", -1), ["architectures is -1"]),
     "unfinished download": (lambda d: (d / ".model.safetensors.part").write_bytes(b"x"), ["unfinished download"]),
     "no config": (lambda d: (d / "config.json").unlink(), ["config.json", "no such file"]),
     "other architecture": (set_config("model_type", "llama"), ["'llama'", "not supported"]),
