@@ -286,8 +286,10 @@ def convert(
     if not target.exists():
         require_space(target, plan.nbytes)
     words = [part for part in plan.parts.values() if part.part == "words" and not part.imported]
-    loops = compiled.choose(arithmetic, sum(part.origin.nbytes for part in words))
-    facts = scan(source, workers, advance)
+    with ThreadPoolExecutor(1) as aside:  # numba takes a second to load, in which the source can be read
+        loading = aside.submit(compiled.choose, arithmetic, sum(part.origin.nbytes for part in words))
+        facts = scan(source, workers, advance)
+    loops = loading.result()
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source))
