@@ -12,7 +12,7 @@ from .schema import SamplingBody
 from .tokenizer import TextTokenizer
 
 MAX_STOPS = 16
-_SEEDS = 2**64
+_SEEDS = 2**64  # distinct seeds; a negative one counts from the end
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ def build_sampling(
     """The engine's parameters, with a fresh seed if none was given: both ranks must draw the same. Raises ApiError."""
     if body.n not in (None, 1):
         raise bad_request(f"n is {body.n}; this server makes one answer a request", "n")
+    if body.seed is not None and not -_SEEDS // 2 <= body.seed < _SEEDS:
+        raise bad_request("seed: expected a whole number from -2^63 to 2^64 - 1", "seed")
     return SamplingParams(
         temperature=_given(body.temperature, defaults.temperature),
         top_k=max(_given(body.top_k, defaults.top_k), 0),

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duovolt.runtime.messages import CancelRequest
+from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
+from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.rank.scripted import ScriptedAnswer
+from duovolt.runtime.rank.wire import decode_to_rank, encode
 
 from .local_api import LocalApi
 from .stub_model import blocks, byte_ids, ids, make_ranks, write_script
@@ -261,6 +263,17 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "stop": ["a"] * 17}, 400, "stop", "17 strings"),
     (CHAT, {"messages": USER, "logit_bias": {"-1": 1}}, 400, "logit_bias", "token id"),
     (CHAT, {"messages": USER, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "stop_token_ids": [2**70]}, 400, "stop_token_ids", "<= 2147483647"),
+    (CHAT, {"messages": USER, "stop_token_ids": [2**31]}, 400, "stop_token_ids", "<= 2147483647"),
+    (CHAT, {"messages": USER, "top_k": 2**70}, 400, "top_k", "<= 2147483647"),
+    (CHAT, {"messages": USER, "top_k": -2}, 400, "top_k", ">= -1"),
+    (CHAT, {"messages": USER, "seed": 2**64}, 400, "seed", "-2^63 to 2^64 - 1"),
+    (CHAT, {"messages": USER, "seed": -(2**63) - 1}, 400, "seed", "-2^63 to 2^64 - 1"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 6000 + b"}", 400, "seed", "out of range"),
+    (CHAT, {"messages": USER, "n": 2**70}, 400, "n", "<= 2147483647"),
+    (COMPLETION, {"prompt": "x", "best_of": -(2**70)}, 400, "best_of", ">= -2147483648"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 2**31}, 400, "max_tokens", "<= 2147483647"),
+    ("/detokenize", {"tokens": [2**70]}, 400, "tokens", "<= 2147483647"),
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools[0]"),
     (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice", "not supported"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
@@ -306,6 +319,33 @@ def test_a_body_too_large_is_413(api: LocalApi) -> None:
     status, answer = api.post(CHAT, b" " * (32 * 2**20 + 1))
     assert status == 413
     assert answer["error"]["code"] == "body_too_large"
+
+
+def test_the_largest_numbers_allowed_can_be_sent_to_the_ranks(api: LocalApi) -> None:
+    for seed in (2**64 - 1, -(2**63)):
+        status, _ = say(api, "Hello", stop_token_ids=[2**31 - 1], top_k=2**31 - 1, seed=seed)
+        assert status == 200
+        (sent,) = api.sent
+        assert decode_to_rank(encode(sent)) == sent
+        assert sent.sampling.seed == seed % 2**64  # type: ignore[union-attr]
+
+
+def test_a_send_that_raises_leaves_nothing_open() -> None:
+    hub = Hub(lanes=1, max_waiting=0)
+
+    def refuse(message: GenerateRequest | CancelRequest) -> None:
+        raise OverflowError("too large for the wire")
+
+    request = GenerateRequest(0, [1], 1, [], False, SamplingParams())
+    hub.send = refuse
+    for _ in range(3):
+        with pytest.raises(OverflowError, match="too large for the wire"):
+            hub.submit(request)
+        assert (hub.open_count, hub.counters.requests, hub.counters.prompt_tokens) == (0, 0, 0)
+    sent: list[Any] = []
+    hub.send = sent.append
+    assert hub.submit(request).request is sent[0]
+    assert (hub.open_count, hub.counters.requests) == (1, 1)
 
 
 @settings(max_examples=100, deadline=None)
