@@ -20,6 +20,23 @@ THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 
 
+# Normaliser -> bytes of text that one byte of its result comes from, at most. NFC: the iota of U+1FBE with two marks
+# (7 bytes) becomes U+0390 (2 bytes); no other composition shrinks more.
+_SHRINK = {None: 1, "NFC": 4}
+
+
+def _keeps_text(splitter: dict[str, Any] | None) -> bool:
+    """True if the pre-tokenizer drops no text."""
+    match (splitter or {}).get("type"):
+        case None | "ByteLevel" | "Digits":
+            return True
+        case "Split":
+            return splitter is not None and splitter.get("behavior") != "Removed"
+        case "Sequence":
+            return splitter is not None and all(map(_keeps_text, splitter.get("pretokenizers", [])))
+    return False
+
+
 def _byte_letters() -> dict[str, int]:
     """The printable letter that stands for each byte in a byte-level vocabulary, inverted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -38,6 +55,7 @@ class TextTokenizer:
             document = json.loads(path.read_bytes())
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"{path}: not a tokenizer ({error}).") from error
+        self._document: dict[str, Any] = document
         decoder = document.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             raise InputError(f"{path}: decoder {decoder.get('type')!r}; only byte-level BPE tokenizers are supported.")
@@ -50,8 +68,21 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; added tokens written out in it become their ids, nothing is put around it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # a batch of one: only the batch call lets other threads run, and a long text takes seconds
+        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids
+
+    @cached_property
+    def most_bytes_per_token(self) -> int | None:
+        """UTF-8 bytes of text that one token can stand for at most; None where the tokenizer may drop text."""
+        shrink = _SHRINK.get((self._document.get("normalizer") or {}).get("type"))
+        letters = self._tokenizer.get_vocab(with_added_tokens=False)
+        swallows = any(entry.get("lstrip") or entry.get("rstrip") for entry in self._document.get("added_tokens", []))
+        if shrink is None or swallows or not _keeps_text(self._document.get("pre_tokenizer")):
+            return None
+        if any(letter not in letters for letter in _byte_letters()):
+            return None
+        return shrink * max(map(len, self._table))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; none for an id beyond the vocabulary."""
