@@ -88,8 +88,7 @@ class Api:
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_LEFT)
             except Exception:
-                traceback.print_exc(file=sys.stderr)
-                return _error_response(ApiError(503, "internal error; the server's log has it", kind="server_error"))
+                return _error_response(_internal_error())
 
         return guarded
 
@@ -246,6 +245,8 @@ async def _stream(reader: AnswerReader, shape: Format, with_usage: bool) -> Asyn
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         yield _event(error.body())
+    except Exception:  # the status is out already: an error event is the only way left to say it
+        yield _event(_internal_error().body())
     finally:
         reader.close()
 
@@ -273,6 +274,12 @@ async def _read_body(request: Request) -> bytes:
             raise _too_large()
         parts.append(part)
     return b"".join(parts)
+
+
+def _internal_error() -> ApiError:
+    """Logs the exception being handled; what the client is told of it."""
+    traceback.print_exc(file=sys.stderr)
+    return ApiError(503, "internal error; the server's log has it", kind="server_error")
 
 
 def _too_large() -> ApiError:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
+from duovolt.runtime.proxy.chat import ChatFormat
 from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.rank.scripted import ScriptedAnswer
 from duovolt.runtime.rank.wire import decode_to_rank, encode
@@ -149,6 +150,27 @@ def test_parallel_calls_keep_id_and_name_and_finish_with_tool_calls(api: LocalAp
     assert unused["choices"][0]["finish_reason"] == "stop"
     _, forbidden = say(api, f"t</think>{CALL}", tools=TOOLS, tool_choice="none")
     assert forbidden["choices"][0]["message"]["content"] == CALL
+
+
+def test_calls_with_lone_surrogates_reach_the_client_streamed_and_whole(api: LocalApi) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
+    _, body = say(api, f"t</think>{call}", tools=TOOLS)
+    _, events = say(api, f"t</think>{call}", tools=TOOLS, stream=True)
+    for calls in (body["choices"][0]["message"]["tool_calls"], joined(events)["calls"]):
+        assert [one["function"] for one in calls] == [{"name": "add", "arguments": '{"a": "\ufffd"}'}]
+
+
+@pytest.mark.parametrize("place", ["opening", "chunks", "closing"])
+def test_a_stream_that_fails_inside_says_so_and_cancels(
+    api: LocalApi, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.setattr(ChatFormat, place, lambda *_: 1 // 0)
+    _, events = say(api, "t</think>Hello world", stream=True)
+    error = events[-1]["error"]
+    assert (error["message"], error["type"]) == ("internal error; the server's log has it", "server_error")
+    assert "[DONE]" not in events
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert api.hub.open_count == 0
 
 
 def test_a_stop_string_ends_the_work_of_the_ranks_too(api: LocalApi) -> None:
