@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from .schema import SamplingBody
 from .tokenizer import TextTokenizer
 
 MAX_STOPS = 16
+_ID = re.compile("[0-9]{1,10}")
 _SEEDS = 2**64  # distinct seeds; a negative one counts from the end
 
 
@@ -92,7 +94,8 @@ def _given(value: Any, default: Any) -> Any:
 def _bias(biases: dict[str, float], tokenizer: TextTokenizer) -> dict[int, float]:
     clean = {}
     for key, value in biases.items():
-        if not key.isdecimal() or int(key) >= tokenizer.size:
-            raise bad_request(f"logit_bias: {key!r} is not a token id below {tokenizer.size}", "logit_bias")
+        if not _ID.fullmatch(key) or int(key) >= tokenizer.size:
+            shown = repr(key if len(key) <= 20 else key[:20] + "...")
+            raise bad_request(f"logit_bias: {shown} is not a token id below {tokenizer.size}", "logit_bias")
         clean[int(key)] = value
     return clean

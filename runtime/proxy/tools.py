@@ -7,11 +7,11 @@ The model may write anything there: what does not read as a call is no call, and
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
+
+from . import strict_json
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -46,10 +46,10 @@ def parse_tool_call(text: str, tools: list[dict[str, Any]]) -> ToolCall | None:
 
 def _parse_json(text: str) -> ToolCall | None:
     try:
-        call = _strict_json(text)  # an object: the text begins with a brace
+        call = strict_json.parse(text)  # an object: the text begins with a brace
         arguments = call.get("arguments")
         if isinstance(arguments, str):  # some models write the object as text, as the API has it
-            arguments = _strict_json(arguments)
+            arguments = strict_json.parse(arguments)
     except ValueError:
         return None
     return _call(call.get("name"), {} if arguments is None else arguments)
@@ -59,27 +59,10 @@ def _call(name: Any, arguments: Any) -> ToolCall | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
-        spelled = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
+        spelled = strict_json.spell(arguments)
+    except ValueError:
         return None
     return ToolCall(_whole_characters(name), _whole_characters(spelled))
-
-
-def _strict_json(text: str) -> Any:
-    """The value of JSON text. Raises ValueError, also for what only Python reads: NaN, infinities, 1e999, a deep nest."""
-    try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _no_number(text)
 
 
 def _whole_characters(text: str) -> str:
@@ -106,6 +89,6 @@ def _typed(text: str, schema: Any) -> Any:
     if "boolean" in kinds and text in ("True", "False"):
         return text == "True"
     try:
-        return _strict_json(text)
+        return strict_json.parse(text)
     except ValueError:
         return text

@@ -254,8 +254,11 @@ def test_sampling_fields_reach_the_engine_and_seeds_are_fixed(api: LocalApi) -> 
     assert len(seeds) == 5
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 LONG = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
-BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, b"{", 400, None, "not valid JSON"),
     (CHAT, b"\xff\xfe", 400, None, "not valid JSON"),
@@ -269,7 +272,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0].content is missing"),
     (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "messages", "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text only"),
-    (CHAT, {"messages": [BROKEN_CALL]}, 400, "messages", "not JSON"),
+    (CHAT, {"messages": [calling("{")]}, 400, "messages", "not JSON"),
     (CHAT, {"messages": USER, "max_tokens": "5"}, 400, "max_tokens", "Expected `int | null`, got `str`"),
     (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", ">= 1"),
     (CHAT, {"messages": USER, "max_tokens": 10**8}, 400, "max_tokens", f"context is {CONTEXT} tokens; the request has"),
@@ -285,6 +288,18 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "stop": ["a"] * 17}, 400, "stop", "17 strings"),
     (CHAT, {"messages": USER, "logit_bias": {"-1": 1}}, 400, "logit_bias", "token id"),
     (CHAT, {"messages": USER, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "'11111111111111111111...' is not a token"),
+    (CHAT, {"messages": USER, "logit_bias": {"\u0663": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "repetition_penalty": 0.0099}, 400, "repetition_penalty", ">= 0.01"),
+    (CHAT, {"messages": USER, "repetition_penalty": 10.1}, 400, "repetition_penalty", "<= 10"),
+    (CHAT, {"messages": [calling("[" * 100000)]}, 400, "messages", "arguments are not JSON: nested too deep"),
+    (CHAT, {"messages": [calling('{"a":' * 100000)]}, 400, "messages", "arguments are not JSON: nested too deep"),
+    (CHAT, {"messages": [calling('{"a": "\\ud800"}')]}, 400, "messages", "messages[0].tool_calls[0]: arguments hold half"),
+    (CHAT, {"messages": [calling('{"a": NaN}')]}, 400, "messages", "NaN is no JSON number"),
+    (CHAT, {"messages": [calling('{"a": ' + "9" * 5000 + "}")]}, 400, "messages", "arguments are not JSON"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, None, "not valid JSON"),
+    (COMPLETION, b'{"prompt": "\\ud800"}', 400, None, "not valid JSON"),
+    ("/tokenize", {"messages": [calling('{"a": "\\ud800"}')]}, 400, "messages", "half of a surrogate pair"),
     (CHAT, {"messages": USER, "stop_token_ids": [2**70]}, 400, "stop_token_ids", "<= 2147483647"),
     (CHAT, {"messages": USER, "stop_token_ids": [2**31]}, 400, "stop_token_ids", "<= 2147483647"),
     (CHAT, {"messages": USER, "top_k": 2**70}, 400, "top_k", "<= 2147483647"),
