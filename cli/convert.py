@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe)
     total = 2 * Source.open(args.source, args.mtp_from).nbytes
     with byte_bar("convert", total, args.quiet) as advance:
-        report = convert(args.source, args.target, recipe, args.workers, advance, args.arithmetic, args.mtp_from)
+        report = convert(args.source, args.target, recipe, args.workers, advance, args.mtp_from, args.arithmetic)
     if not args.quiet:
         for notice in report.notices:
             print(f"notice: {notice}.")

@@ -15,7 +15,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
-from ..convert.plan import plan_conversion, tensor_records
+from ..convert.plan import PlannedPart, plan_conversion, tensor_records
 from ..convert.recipe import load_recipe
 from ..convert.source import Source
 from ..model.config import FAMILY, ModelConfig
@@ -53,6 +53,12 @@ class PlannedResult:
     dropped: dict[str, str]
 
 
+def _made(part: PlannedPart) -> str:
+    if part.part == "plain":
+        return "kept as the source has it" if part.stored.dtype == part.origin.dtype else f"cast to {part.encoding}"
+    return "kept as the source has it" if part.imported else "quantised"
+
+
 def planned(source_path: Path, recipe_name: str, mtp_from: Path | None = None) -> PlannedResult:
     """The plan of a source, or the record of a converted directory. Raises InputError for what is refused."""
     if has_manifest(source_path):
@@ -76,10 +82,7 @@ def planned(source_path: Path, recipe_name: str, mtp_from: Path | None = None) -
         source=SourceRecord(quantization_config=None, hf_quant_config=None, files={}),
         provenance={},
     )
-    made = {
-        name: "kept as the source has it" if part.imported or part.part == "plain" else "quantised"
-        for name, part in plan.parts.items()
-    }
+    made = {name: _made(part) for name, part in plan.parts.items()}
     return PlannedResult(manifest, source.config, made, source.notices, source.dropped)
 
 

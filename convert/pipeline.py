@@ -105,22 +105,15 @@ def _require_castable(plan: ConversionPlan, facts: SourceFacts) -> None:
 def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantiser) -> dict[str, np.float32]:
     """weight -> the nvfp4 global scale, from its largest magnitude and those of the partners that share it.
 
-    Weights that the source has quantised keep the scale they have, and are nobody's partners.
-
     Raises InputError naming the weight that the quantiser has no scale for.
     """
+    ours = {part.spec.name: part for part in plan.parts.values() if part.part == "global_scale" and not part.imported}
     found: dict[str, np.float32] = {}
-    for part in plan.parts.values():
-        if part.part != "global_scale" or part.imported:
-            continue
-        name, role = part.spec.name, part.spec.role
+    for name, part in ours.items():
+        role = part.spec.role
         partners = [name.replace(role, other) for other in quantiser.partner_roles(role)]
-        sharing = [plan.parts[other] for other in partners if other in plan.parts]
-        amax = max(
-            float(facts.tensors[other.origin.name].row_amax.max(initial=0))
-            for other in sharing
-            if other.encoding == part.encoding and not other.imported
-        )
+        sharing = [facts.tensors[ours[other].origin.name] for other in partners if other in ours]
+        amax = max(float(fact.row_amax.max(initial=0)) for fact in sharing)
         try:
             found[name] = quantiser.global_scale(amax, part.origin.dtype)
         except InputError as error:
@@ -131,7 +124,6 @@ def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantise
 class _Converter:
     def __init__(
         self,
-        source: Source,
         plan: ConversionPlan,
         facts: SourceFacts,
         encoder: BandEncoder,
@@ -139,7 +131,7 @@ class _Converter:
         workers: int,
         advance: Advance,
     ) -> None:
-        self.source, self.plan, self.facts, self.advance = source, plan, facts, advance
+        self.plan, self.facts, self.advance = plan, facts, advance
         self.encoder, self.global_scales, self.workers = encoder, global_scales, workers
         self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
 
@@ -190,8 +182,8 @@ class _Converter:
         name = part.spec.name
         if name in self.global_scales:
             return np.array(self.global_scales[name], np.float32)
-        row_amax = self.facts.tensors[part.origin.name].row_amax
-        return QUANTISERS[self.encoder.quantiser].row_scales(row_amax, part.origin.dtype)
+        quantiser = QUANTISERS[self.encoder.quantiser]
+        return quantiser.row_scales(self.facts.tensors[part.origin.name].row_amax, part.origin.dtype)
 
     def _repack(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor) -> None:
         pending: deque[Future[np.ndarray]] = deque()
@@ -277,13 +269,14 @@ def convert(
     recipe: Recipe,
     workers: int,
     advance: Advance,
-    arithmetic: str = "auto",
     mtp_from: Path | None = None,
+    arithmetic: str = "auto",
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
-    `arithmetic` is `auto`, `compiled` or `numpy`: the same bytes at another speed. `mtp_from`: another source of the same
-    model, for the MTP layer that this one lacks.
+    `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
+    `arithmetic`: `auto`, `compiled` or `numpy`, the same bytes at another speed.
+
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """
     source = Source.open(source_path, mtp_from)
@@ -292,8 +285,8 @@ def convert(
     plan = plan_conversion(source, recipe)
     if not target.exists():
         require_space(target, plan.nbytes)
-    quantised = [part.origin.nbytes for part in plan.parts.values() if part.part == "words" and not part.imported]
-    loops = compiled.choose(arithmetic, sum(quantised))
+    words = [part for part in plan.parts.values() if part.part == "words" and not part.imported]
+    loops = compiled.choose(arithmetic, sum(part.origin.nbytes for part in words))
     facts = scan(source, workers, advance)
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
@@ -302,7 +295,7 @@ def convert(
         return done
     with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
         encoder = BandEncoder(recipe.quantiser, loops)
-        converter = _Converter(source, plan, facts, encoder, global_scales, workers, advance)
+        converter = _Converter(plan, facts, encoder, global_scales, workers, advance)
         digests: dict[str, str] = {}
         with disk_errors(target):
             for name, tensors in plan.files:
@@ -332,6 +325,7 @@ def convert(
             source=_source_record(source, facts),
             provenance={"tool": f"duovolt {__version__}"} | source.provenance(),
         )
+        sealed = stage.seal(manifest)
         return ConversionReport(
-            stage.seal(manifest), source.nbytes, plan.nbytes, stage.resumed, False, source.notices, str(loops)
+            sealed, source.nbytes, plan.nbytes, stage.resumed, False, source.notices, str(loops) if words else ""
         )

@@ -73,7 +73,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if hits:
                 decided[hits[0]] += 1
                 encoding = self.rules[hits[0]].encoding
-                chosen[spec.name] = None if encoding == KEEP else encoding
+                ours = QUANTISERS[self.quantiser].encoding if encoding == "nvfp4" else encoding
+                chosen[spec.name] = None if encoding == KEEP else ours
                 _require_matrix(spec, encoding, self.name)
         for rule, seen, used in zip(self.rules, matched, decided, strict=True):
             if (rule.group is not None and rule.group not in groups) or (heads_tied and rule.roles == ["lm_head"]):

@@ -65,8 +65,8 @@ class _SourceProofs:
     kept: Proof
     quantised: Proof
     report: Report
-    second: list[str]
     allowance: Allowance
+    second: list[str]
     seen: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
 
@@ -146,6 +146,8 @@ class _SourceProofs:
         if "row_scale" in parts:
             return fp8_bound(values, self.reader.rows(names["row_scale"], first, last), self.allowance)
         multiplier = np.float32(self.reader.rows(names["global_scale"], 0, 1).reshape(-1)[0])
+        if parts["global_scale"].encoding == "nvfp4/divisor":
+            multiplier = np.float32(1) / multiplier  # rounded: far within the slack of the quantiser that divides
         return nvfp4_bound(values, self.reader.rows(names["block_scale"], first, last), multiplier, self.allowance)
 
 
@@ -254,8 +256,8 @@ def prove_source(
         report.begin("source -> converted: kept words"),
         report.begin("source -> converted: quantised values"),
         report,
-        manifest.source.second,
         ALLOWANCES.get(str(manifest.recipe.get("quantiser")), PLAIN),
+        manifest.source.second,
     )  # fmt: skip
     kept = imported = 0
     try:

@@ -1,13 +1,16 @@
 """Whether the compiled loops can be used, and where their machine code is kept.
 
 numba compiles them on first use (some seconds) and keeps the result in `$XDG_CACHE_HOME/duovolt/loops`, never in the
-installed package, which may be read-only. Without a place to write, each process compiles for itself. Whatever goes
+installed package, which may be read-only. Where that cannot be written, each process compiles for itself. Whatever goes
 wrong, a numba too old for the installed numpy or a damaged cache, the numpy formulas give the same bytes, more slowly.
 """
 
+import atexit
 import functools
 import importlib
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,15 +41,25 @@ def cache_directory() -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "duovolt" / "loops"
 
 
+def _place_for_code() -> str:
+    """`cache_directory` if it can be written, else one of this process alone."""
+    place = cache_directory()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if os.access(place, os.W_OK | os.X_OK):
+            return str(place)
+    except OSError:
+        pass
+    alone = tempfile.mkdtemp(prefix="duovolt-loops-")
+    atexit.register(shutil.rmtree, alone, ignore_errors=True)
+    return alone
+
+
 def _import() -> Any:
-    """The loops module, decorated so that its cache lies in `cache_directory` where that can be written."""
+    """The loops module, decorated so that numba keeps its code where we say."""
     config = importlib.import_module("numba").config
     before = config.CACHE_DIR
-    try:
-        cache_directory().mkdir(parents=True, exist_ok=True)
-        config.CACHE_DIR = str(cache_directory())
-    except OSError:
-        pass  # numba then looks for a place itself, and does without a cache if there is none
+    config.CACHE_DIR = _place_for_code()
     try:
         return importlib.import_module(".loops", __package__)
     finally:

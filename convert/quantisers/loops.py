@@ -4,8 +4,8 @@ Byte for byte what checkpoint/encodings, convert/quantisers/search.py and checkp
 the tests compare with). Importing this module imports numba; compiled code is cached (see `compiled.py`), so every loop
 stands in this one file: numba looks at nothing else to tell whether its cache is stale.
 
-Every loop works on one row at a time, in stages over scratch rows that stay in the first-level cache; each stage is
-simple enough for the compiler to vectorise. Arithmetic is float32 with one rounding an operation: no fast-math, whose
+Every loop works on a piece of a row at a time, in stages over scratch rows; each stage is simple enough for the compiler
+to vectorise. Arithmetic is float32 with one rounding an operation: no fast-math, whose
 contractions would change bytes. All of them release the GIL.
 
 Arrays: `source` is uint16 [rows, columns] of BF16 words, or float32 [rows, columns]; columns are a multiple of 16;
@@ -20,6 +20,8 @@ from numba.extending import overload
 U8, U32, U64, F32 = np.uint8, np.uint32, np.uint64, np.float32
 
 _jit = numba.njit(nogil=True, error_model="numpy", cache=True)
+
+_CHUNK = 4096  # columns at a time: scratch stays in the first-level cache, the tiles being written near it
 
 _MAGNITUDE = U32(0x7FFFFFFF)
 _SMALLEST, _LARGEST = F32(2.0**-9), F32(448)
@@ -52,27 +54,24 @@ def _load_overload(words, row):
 
 
 @_jit
-def _block_scales(row, multiplier, words, factors):
-    """Default block scales of one row: E4M3 words, and what each block is divided by."""
+def _block_scales(row, multiplier, wanted, words, factors):
+    """Default block scales of one row: E4M3 words, and what each block is divided by; `wanted` float32 is scratch."""
     bits = row.view(np.uint32)
-    wanted = np.empty(len(words), np.float32)
-    wanted_bits = wanted.view(np.uint32)
-    zero = np.empty(len(words), np.bool_)
+    wanted_bits, amax_bits = wanted.view(np.uint32), factors.view(np.uint32)
     for g in range(len(words)):
         top = U32(0)
         for j in range(16):
             top = max(top, bits[16 * g + j] & _MAGNITUDE)
-        wanted_bits[g] = top
-        zero[g] = top == U32(0)
+        amax_bits[g] = top
     six = F32(6) * multiplier
     for g in range(len(words)):
-        wanted[g] = min(max(wanted[g] / six, _SMALLEST), _LARGEST)
+        wanted[g] = min(max(factors[g] / six, _SMALLEST), _LARGEST)
     for g in range(len(words)):
         b = wanted_bits[g]
         normal = U32(((b + U32(0x7FFFF) + ((b >> U32(20)) & U32(1))) >> U32(20)) - _BIAS)
         small = U32(np.rint(wanted[g] * F32(512)))
         word = small if b < _NORMAL else normal
-        words[g] = U8(_ONE_WORD if zero[g] else word)
+        words[g] = U8(_ONE_WORD if amax_bits[g] == U32(0) else word)
     _block_factors(words, multiplier, factors)
 
 
@@ -131,25 +130,24 @@ def _interleave(packed):
 
 
 @_jit
-def _place(row_index, groups, tiled):
-    """Element of the output where a row's first group stands, and the stride to its next, in groups."""
+def _place(row_index, first_group, groups, tiled):
+    """Where a row's group stands in the output, and the stride to its next, both in groups; `groups` are a row's."""
     if tiled:
-        return row_index // 32 * groups * 32 + row_index % 32, 32
-    return row_index * groups, 1
+        return (row_index // 32 * groups + first_group) * 32 + row_index % 32, 32
+    return row_index * groups + first_group, 1
 
 
 @_jit
-def _store_nvfp4(row_index, codes, block_scales, packed, words, scales, tiled_words, tiled_scales):
+def _store_nvfp4(row_index, first_group, groups, codes, block_scales, packed, words, scales, tiled_words, tiled_scales):
     _pack(codes, packed)
     if tiled_words:
         _interleave(packed)
-    groups = len(block_scales)
     pairs = packed.view(np.uint64)
-    at, stride = _place(row_index, groups, tiled_words)
-    for g in range(groups):
+    at, stride = _place(row_index, first_group, groups, tiled_words)
+    for g in range(len(block_scales)):
         words[at + g * stride] = pairs[g]
-    at, stride = _place(row_index, groups, tiled_scales)
-    for g in range(groups):
+    at, stride = _place(row_index, first_group, groups, tiled_scales)
+    for g in range(len(block_scales)):
         scales[at + g * stride] = block_scales[g]
 
 
@@ -191,67 +189,87 @@ def _search(row, multiplier, importance, offsets, block_scales, codes):
 def nvfp4(source, multiplier, words, scales, tiled_words, tiled_scales):
     """`words` uint64 and `scales` uint8, one element a block of 16, are written."""
     rows, columns = source.shape
-    codes, packed = np.empty(columns, np.uint8), np.empty(columns // 8, np.uint32)
-    block_scales, factors = np.empty(columns // 16, np.uint8), np.empty(columns // 16, np.float32)
-    row = np.empty(columns, np.float32)
-    for r in range(rows):
-        _load(source[r], row)
-        _block_scales(row, multiplier, block_scales, factors)
-        _codes(row, factors, codes)
-        _store_nvfp4(r, codes, block_scales, packed, words, scales, tiled_words, tiled_scales)
+    for top in range(0, rows, 32):
+        for left in range(0, columns, _CHUNK):
+            width = min(_CHUNK, columns - left)
+            codes, packed = np.empty(width, np.uint8), np.empty(width // 8, np.uint32)
+            block_scales, factors = np.empty(width // 16, np.uint8), np.empty(width // 16, np.float32)
+            row, wanted = np.empty(width, np.float32), np.empty(width // 16, np.float32)
+            for r in range(top, min(top + 32, rows)):
+                _load(source[r, left : left + width], row)
+                _block_scales(row, multiplier, wanted, block_scales, factors)
+                _codes(row, factors, codes)
+                _store_nvfp4(
+                    r, left // 16, columns // 16, codes, block_scales, packed, words, scales, tiled_words, tiled_scales
+                )
 
 
 @_jit
 def nvfp4_search(source, multiplier, importance, offsets, words, scales, tiled_words, tiled_scales):
     """As `nvfp4`, with block scales by search; `importance` float64 [columns], `offsets` int64."""
     rows, columns = source.shape
-    codes, packed = np.empty(columns, np.uint8), np.empty(columns // 8, np.uint32)
-    block_scales, factors = np.empty(columns // 16, np.uint8), np.empty(columns // 16, np.float32)
-    row = np.empty(columns, np.float32)
-    for r in range(rows):
-        _load(source[r], row)
-        _block_scales(row, multiplier, block_scales, factors)
-        _search(row, multiplier, importance, offsets, block_scales, codes)
-        _store_nvfp4(r, codes, block_scales, packed, words, scales, tiled_words, tiled_scales)
+    for top in range(0, rows, 32):
+        for left in range(0, columns, _CHUNK):
+            width = min(_CHUNK, columns - left)
+            codes, packed = np.empty(width, np.uint8), np.empty(width // 8, np.uint32)
+            block_scales, factors = np.empty(width // 16, np.uint8), np.empty(width // 16, np.float32)
+            row, wanted = np.empty(width, np.float32), np.empty(width // 16, np.float32)
+            for r in range(top, min(top + 32, rows)):
+                _load(source[r, left : left + width], row)
+                _block_scales(row, multiplier, wanted, block_scales, factors)
+                _search(row, multiplier, importance[left : left + width], offsets, block_scales, codes)
+                _store_nvfp4(
+                    r, left // 16, columns // 16, codes, block_scales, packed, words, scales, tiled_words, tiled_scales
+                )
 
 
 @_jit
-def _fp8_row(row_index, row, scale, scaled, codes, words, tiled):
-    """`words` uint64, two elements a group of 16."""
+def _fp8_codes(row, scale, scaled, shifted, codes):
+    """E4M3 codes of one row, as in fp8.to_e4m3."""
     for j in range(len(row)):
         scaled[j] = row[j] / scale
-    bits = scaled.view(np.uint32)
+    for j in range(len(row)):
+        shifted[j] = min(abs(scaled[j]), F32(448)) + F32(2.0**14)  # rounds to the subnormals' step, 2^-9
+    bits, shifted_bits = scaled.view(np.uint32), shifted.view(np.uint32)
     for j in range(len(row)):
         m = min(bits[j] & _MAGNITUDE, U32(0x43E00000))  # 448
         normal = U32(((m + U32(0x7FFFF) + ((m >> U32(20)) & U32(1))) >> U32(20)) - _BIAS)
-        small = U32(np.rint(min(abs(scaled[j]), F32(1)) * F32(512)))
-        code = small if m < _NORMAL else normal
+        code = U32(shifted_bits[j] - U32(0x46800000)) if m < _NORMAL else normal
         sign = (bits[j] >> U32(24)) & U32(0x80)
         codes[j] = U8(code | (sign if code != U32(0) else U32(0)))
-    wide = codes.view(np.uint64)
-    groups = len(wide) // 2
-    if tiled:
-        for i in range(len(wide)):
-            x = wide[i]  # k0 k1 k2 k3 to k0 k2 k1 k3 in each four bytes
-            wide[i] = (
-                (x & U64(0xFF0000FFFF0000FF))
-                | ((x >> U64(8)) & U64(0x0000FF000000FF00))
-                | ((x << U64(8)) & U64(0x00FF000000FF0000))
-            )
-    at, stride = _place(row_index, groups, tiled)
-    for g in range(groups):
-        words[2 * (at + g * stride)] = wide[2 * g]
-        words[2 * (at + g * stride) + 1] = wide[2 * g + 1]
+
+
+@_jit
+def _swap_middle(wide):
+    """k0 k1 k2 k3 to k0 k2 k1 k3 in each four bytes."""
+    for i in range(len(wide)):
+        x = wide[i]
+        wide[i] = (
+            (x & U64(0xFF0000FFFF0000FF))
+            | ((x >> U64(8)) & U64(0x0000FF000000FF00))
+            | ((x << U64(8)) & U64(0x00FF000000FF0000))
+        )
 
 
 @_jit
 def fp8(source, scales, words, tiled):
     """`words` uint64, two elements a group of 16 columns, from row `scales` float32 [rows]."""
     rows, columns = source.shape
-    row, scaled, codes = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.uint8)
-    for r in range(rows):
-        _load(source[r], row)
-        _fp8_row(r, row, scales[r], scaled, codes, words, tiled)
+    for top in range(0, rows, 32):
+        for left in range(0, columns, _CHUNK):
+            width = min(_CHUNK, columns - left)
+            row, scaled, shifted = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+            codes = np.empty(width, np.uint8)
+            wide = codes.view(np.uint64)
+            for r in range(top, min(top + 32, rows)):
+                _load(source[r, left : left + width], row)
+                _fp8_codes(row, scales[r], scaled, shifted, codes)
+                if tiled:
+                    _swap_middle(wide)
+                at, stride = _place(r, left // 16, columns // 16, tiled)
+                for g in range(width // 16):
+                    words[2 * (at + g * stride)] = wide[2 * g]
+                    words[2 * (at + g * stride) + 1] = wide[2 * g + 1]
 
 
 @_jit

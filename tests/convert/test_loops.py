@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -152,7 +153,9 @@ def test_conversions_do_not_depend_on_the_arithmetic(source: Path, tmp_path: Pat
         found = []
         for arithmetic in ("compiled", "numpy"):
             target = tmp_path / f"{name}-{arithmetic}"
-            report = pipeline.convert(source, target, load_recipe(str(recipe)), 3, lambda count: None, arithmetic)
+            report = pipeline.convert(
+                source, target, load_recipe(str(recipe)), 3, lambda count: None, arithmetic=arithmetic
+            )
             assert report.arithmetic.startswith(arithmetic)
             found.append(contents(target))
         assert found[0] == found[1]
@@ -186,6 +189,15 @@ def test_the_cache_may_be_damaged_or_absent(tmp_path: Path) -> None:
         (copy / path.relative_to(cache)).write_bytes(b"torn")
     found = probe("auto", XDG_CACHE_HOME=str(tmp_path))
     assert found.returncode == 0 and found.stdout.startswith(("compiled", "numpy (")), found.stderr
+
+
+@pytest.mark.slow  # compiles anew, several times
+def test_processes_compile_at_once_and_without_a_place_to_keep_it(tmp_path: Path) -> None:
+    places = [str(tmp_path), str(tmp_path), "/dev/null"]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda place: probe("compiled", XDG_CACHE_HOME=place), places))
+    assert [item.stdout for item in found] == ["compiled\n"] * 3, [item.stderr for item in found]
+    assert probe("compiled", XDG_CACHE_HOME=str(tmp_path)).stdout == "compiled\n"
 
 
 def test_without_numba_auto_is_numpy_and_compiled_is_an_error(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from duovolt.checkpoint.directory import Checkpoint
-from duovolt.checkpoint.encodings import plain
+from duovolt.checkpoint.encodings import nvfp4, plain
 from duovolt.checkpoint.encodings.weights import canonical, read_weight
 from duovolt.checkpoint.errors import InputError
 from duovolt.checkpoint.manifest import read_manifest
 from duovolt.convert.pipeline import convert
+from duovolt.convert.quantisers import compressed_tensors
 from duovolt.convert.recipe import Recipe, load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
@@ -144,6 +145,33 @@ def test_a_searched_conversion_is_proved_and_its_errors_are_smaller(
             for n in weights
         )
     assert errors["search"] < 0.85 * errors["default"]
+
+
+def test_the_compressed_tensors_quantiser_keeps_its_divisors(source: Path, tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "peer.toml"
+    text = (Path(load_recipe.__code__.co_filename).parent / "recipes" / "v100-nvfp4.toml").read_text()
+    path.write_text(text.replace('name = "v100-nvfp4"', 'name = "peer"\nquantiser = "compressed-tensors"'))
+    convert(source, tmp_path / "out", load_recipe(str(path)), 2, lambda count: None)
+    before, after, manifest = (
+        Checkpoint.open(source),
+        Checkpoint.open(tmp_path / "out"),
+        read_manifest(tmp_path / "out"),
+    )
+    layer = "model.language_model.layers.3"
+    for name, partners in (("mlp.gate_proj", ["mlp.gate_proj", "mlp.up_proj"]), ("mlp.down_proj", ["mlp.down_proj"])):
+        weight = plain.to_float32(before.read(f"{layer}.{name}.weight"), "BF16")
+        others = [plain.to_float32(before.read(f"{layer}.{other}.weight"), "BF16") for other in partners]
+        divisor = compressed_tensors.divisor(max(float(np.abs(other).max()) for other in others), "BF16")
+        words, scales = compressed_tensors.nvfp4_words(weight, divisor, "BF16")
+        stored = f"{layer}.{name}.weight"
+        assert after.read(f"{stored}_global_scale").item() == divisor
+        np.testing.assert_array_equal(canonical(after, stored, manifest.tensors[stored]), words)
+        decoded = nvfp4.decode(words, nvfp4.factors(scales, divisor=divisor))
+        np.testing.assert_array_equal(read_weight(after, manifest, stored), decoded)
+    report = command("verify", "--source", source, "--converted", tmp_path / "out")
+    assert report.returncode == 0, report.stdout + report.stderr
+    plan = command("plan", source, "--recipe", path, "--json")
+    assert plan.returncode == 0 and "nvfp4/divisor" in plan.stdout
 
 
 def test_casts_round_once_and_are_proved(source: Path, tmp_path: Path, command: Command) -> None:

@@ -175,3 +175,29 @@ def test_a_second_source_may_be_quantised_too(tmp_path: Path) -> None:
     assert manifest.tensors[name].encoding == "fp8_e4m3/128x128"
     np.testing.assert_array_equal(whole[name], second[name])
     assert verify(MODELOPT, tmp_path / "converted", mtp_from=tmp_path / "second").ok
+
+
+@pytest.mark.parametrize("recipe", ["v100-nvfp4", "v100-fp8", "bf16"])
+@pytest.mark.parametrize("quantiser", ["default", "modelopt", "compressed-tensors"])
+def test_a_recipe_is_for_what_is_plain(
+    recipe: str, quantiser: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate is nvfp4 in the source, up is not: gate keeps its words and scale, and lends them to nobody."""
+
+    def gate_alone(module: str) -> exports.Write | None:
+        return exports.modelopt_nvfp4 if module.endswith("mlp.gate_proj") and not module.startswith("mtp") else None
+
+    monkeypatch.setitem(exports.EXPORTS, "gate alone", (gate_alone, exports._mixed_modelopt))
+    source, whole = tmp_path / "source", msgspec.structs.replace(load_recipe(recipe), quantiser=quantiser)
+    written = exports.export(source, "gate alone")
+    assert len(written) == 4
+    manifest = convert(source, tmp_path / "converted", whole, 2, lambda count: None).manifest
+    usual = convert(TINY, tmp_path / "usual", whole, 2, lambda count: None).manifest
+    before, after = values(source), values(tmp_path / "converted")
+    for name, record in manifest.tensors.items():
+        if record.weight.removesuffix(".weight") in written:
+            assert record.encoding == "nvfp4"
+            np.testing.assert_array_equal(after[record.weight], before[record.weight])
+        elif not ("up_proj" in name and quantiser != "default"):  # the libraries let gate and up share a scale
+            assert record.digest == usual.tensors[name].digest, name
+    assert verify(source, tmp_path / "converted").ok
