@@ -77,11 +77,11 @@ def answer_length(prompt_tokens: int, asked: int | None, max_context: int, param
     if prompt_tokens == 0:
         raise bad_request("the prompt is empty", "prompt")
     room = max_context - prompt_tokens
-    if room < 1 or (asked is not None and asked > room):
+    if room < (1 if asked is None else asked):
         answer = "" if asked is None else f" and {asked} for the answer ({param})"
         raise bad_request(
             f"this model's context is {max_context} tokens; the request has {prompt_tokens} in the prompt{answer}",
-            param if asked is not None and room >= 1 else "prompt",
+            param if asked and room >= 1 else "prompt",
             "context_length_exceeded",
         )
     return room if asked is None else asked

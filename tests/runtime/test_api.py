@@ -217,6 +217,21 @@ def test_completions_take_text_or_ids_and_echo(api: LocalApi) -> None:
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_a_prompt_that_fills_the_context_can_be_echoed_and_nothing_more(api: LocalApi) -> None:
+    full = [5] * CONTEXT
+    status, body = say(api, "Hello", COMPLETION, prompt=full, max_tokens=0, echo=True)
+    assert status == 200
+    assert body["usage"] == {"prompt_tokens": CONTEXT, "completion_tokens": 0, "total_tokens": CONTEXT}
+    assert body["choices"][0]["text"] == api.plan.tokenizer.decode(full)
+    assert body["choices"][0]["finish_reason"] == "length"
+    for prompt, asked in ((full, 1), (full, None), ([5, *full], 0)):
+        status, body = say(api, "Hello", COMPLETION, prompt=prompt, max_tokens=asked, echo=True)
+        assert (status, body["error"]["param"]) == (400, "prompt")
+        assert f"context is {CONTEXT} tokens; the request has {len(prompt)}" in body["error"]["message"]
+    status, body = say(api, "Hello", COMPLETION, prompt=full[1:], max_tokens=2)
+    assert (status, body["error"]["param"]) == (400, "max_tokens")
+
+
 def test_completion_logprobs_have_one_entry_a_token(api: LocalApi) -> None:
     _, body = say(api, "Hello world", COMPLETION, logprobs=1)
     logprobs = body["choices"][0]["logprobs"]
