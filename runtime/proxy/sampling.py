@@ -9,7 +9,7 @@ from typing import Any
 
 from ..messages import SamplingParams
 from .errors import bad_request
-from .schema import SamplingBody
+from .schema import GenerationDefaults, SamplingBody
 from .tokenizer import TextTokenizer
 
 MAX_STOPS = 16
@@ -28,11 +28,9 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @staticmethod
-    def of(generation: dict[str, Any]) -> SamplingDefaults:
-        known = SamplingDefaults.__dataclass_fields__
-        return SamplingDefaults(
-            **{name: value for name, value in generation.items() if name in known and value is not None}
-        )
+    def of(generation: GenerationDefaults) -> SamplingDefaults:
+        known = {name: getattr(generation, name) for name in SamplingDefaults.__dataclass_fields__}
+        return SamplingDefaults(**{name: value for name, value in known.items() if value is not None})
 
 
 def build_sampling(

@@ -15,6 +15,7 @@ _PATH = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(ge=0.01, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -22,6 +23,17 @@ Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
+
+
+class GenerationDefaults(Struct, kw_only=True):
+    """What is read of generation_config.json, within the same bounds as a request's."""
+
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Repetition | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
 
 
 class StreamOptions(Struct):
@@ -36,7 +48,7 @@ class SamplingBody(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Whole | None = None
     temperature: Temperature | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Fraction | None = None
     repetition_penalty: Repetition | None = None

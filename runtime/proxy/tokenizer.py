@@ -11,10 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
+from ...checkpoint.directory import read_json
 from ...checkpoint.errors import InputError
 from ..rank.identity import TOKENIZER
+from .schema import GenerationDefaults
 
 THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
@@ -63,7 +66,7 @@ class TextTokenizer:
         self._special = {entry["id"] for entry in document.get("added_tokens", []) if entry["special"]}
         self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.settings = _read_optional(directory / "tokenizer_config.json")
-        self.generation = _read_optional(directory / "generation_config.json")
+        self.generation = _read_generation(directory / "generation_config.json")
         self.stop_ids = self._find_stop_ids()
 
     def encode(self, text: str) -> list[int]:
@@ -112,7 +115,7 @@ class TextTokenizer:
         return table
 
     def _find_stop_ids(self) -> list[int]:
-        named = self.generation.get("eos_token_id")
+        named = self.generation.eos_token_id
         ids = set(named if isinstance(named, list) else [] if named is None else [named])
         eos = self.settings.get("eos_token")
         text = eos.get("content") if isinstance(eos, dict) else eos
@@ -121,13 +124,18 @@ class TextTokenizer:
         return sorted(ids)
 
 
+def _read_generation(path: Path) -> GenerationDefaults:
+    try:
+        return msgspec.convert(_read_optional(path), GenerationDefaults)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$.")
+        raise InputError(f"{path}: {where.rstrip('`')}: {what}. Correct the field or take it out.") from error
+
+
 def _read_optional(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error}).") from error
+    document = read_json(path)
     if not isinstance(document, dict):
         raise InputError(f"{path}: not a JSON object.")
     return document
