@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from ...checkpoint.directory import read_json
 from ...checkpoint.errors import InputError
+from ...model.config import MAX_EXTENT
 from ..rank.identity import TOKENIZER
 from .schema import GenerationDefaults
 
@@ -58,13 +59,23 @@ class TextTokenizer:
             document = json.loads(path.read_bytes())
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"{path}: not a tokenizer ({error}).") from error
+        if not isinstance(document, dict):
+            raise InputError(f"{path}: not a JSON object.")
         self._document: dict[str, Any] = document
         decoder = document.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             raise InputError(f"{path}: decoder {decoder.get('type')!r}; only byte-level BPE tokenizers are supported.")
         self._added = {entry["id"]: entry["content"] for entry in document.get("added_tokens", [])}
-        self._special = {entry["id"] for entry in document.get("added_tokens", []) if entry["special"]}
-        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._special = {entry["id"] for entry in document.get("added_tokens", []) if entry.get("special")}
+        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 0 < self.size <= MAX_EXTENT:
+            raise InputError(f"{path}: its largest id is {self.size - 1}, expected 0 to {MAX_EXTENT - 1}.")
+        for token, content in self._added.items():
+            if (given := self._tokenizer.token_to_id(content)) != token:  # the library numbers gaps in its own way
+                raise InputError(
+                    f"{path}: the added token {content!r} has id {token}, the tokenizer library gives it {given}. "
+                    "Take the file of the model's makers."
+                )
         self.settings = _read_optional(directory / "tokenizer_config.json")
         self.generation = _read_generation(directory / "generation_config.json")
         self.stop_ids = self._find_stop_ids()
