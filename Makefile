@@ -9,8 +9,10 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/duovolt demo
 
+# Tests that start servers and send signals run alone: they mind what else is running.
 test: $(STAMP) lint types contracts
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n 2 --dist loadfile --ignore tests/runtime --ignore tests/pipeline
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" tests/runtime tests/pipeline
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,12 +11,13 @@ import msgspec
 from .container import ITEMSIZE
 from .digest import DIGEST_HEX, digest_json
 from .directory import MANIFEST, MAX_JSON, plain_name
+from .encodings import PLAIN_ENCODINGS, PartName, part_name, part_of
 from .errors import CheckFailed, InputError
+from .layouts import stored_shape
 
 FORMAT_VERSION = 1
 
 Stage = Literal["converted", "rank"]
-PartName = Literal["plain", "words", "block_scale", "row_scale", "tensor_scale", "tile_scale", "global_scale"]
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -133,6 +134,39 @@ def has_manifest(directory: Path) -> bool:
     return (directory / MANIFEST).is_file()
 
 
+def _check_record(name: str, record: TensorRecord) -> None:
+    """Raises InputError if name, part, encoding, dtype, layout and shapes of a record contradict one another."""
+    part = part_of(record.encoding, record.part)
+    own_name = record.weight if part is None else part_name(record.weight, part)
+    dtype = PLAIN_ENCODINGS[record.encoding] if part is None else part.dtype
+    if (own_name, dtype) != (name, record.dtype):
+        raise InputError(f"{record.part} of {record.weight!r} in {record.encoding} is {dtype} under {own_name!r}.")
+    canonical = tuple(record.canonical_shape)
+    if any(not 0 <= n < 2**48 for n in (*record.shape, *canonical)):
+        raise InputError(f"extents {record.shape} or {list(canonical)} make no sense.")
+    if part is not None and len(canonical) != sum(unit is not None for unit in part.unit):
+        raise InputError(f"{record.part} of {record.encoding} cannot have the shape {list(canonical)}.")
+    if stored_shape(record.layout, record.dtype, canonical) != tuple(record.shape):
+        raise InputError(f"{list(canonical)} in layout {record.layout} is not {record.shape}.")
+
+
+def _check_weights(tensors: dict[str, TensorRecord]) -> None:
+    """Raises InputError if the parts of a weight do not fit its words, or a plain tensor its source."""
+    for name, record in tensors.items():
+        part = part_of(record.encoding, record.part)
+        if part is None:
+            if len(record.sources) != 1 or record.sources[0].shape != record.canonical_shape:
+                raise InputError(f"tensor {name!r} is {record.canonical_shape}, its source is not.")
+            continue
+        words = tensors.get(record.weight)
+        words_part = part_of(record.encoding, "words")
+        if words is None or words_part is None or words.encoding != record.encoding:
+            raise InputError(f"tensor {name!r} belongs to {record.weight!r}, which has no words in {record.encoding}.")
+        rows, columns = (n * (unit or 1) for n, unit in zip(words.canonical_shape, words_part.unit, strict=True))
+        if part.shape(rows, columns) != tuple(record.canonical_shape):
+            raise InputError(f"tensor {name!r} is {record.canonical_shape}, which does not fit [{rows}, {columns}].")
+
+
 def _check(manifest: Manifest, path: Path) -> None:
     for file in manifest.files:
         plain_name(file, path)
@@ -141,10 +175,17 @@ def _check(manifest: Manifest, path: Path) -> None:
             raise InputError(f"{path}: tensor {name!r} lies in {record.file!r}, which the manifest does not list.")
         if record.dtype not in ITEMSIZE or len(record.digest) != DIGEST_HEX:
             raise InputError(f"{path}: tensor {name!r} has dtype {record.dtype!r} or digest {record.digest!r} unknown.")
-        if any(n < 0 for n in record.shape + record.canonical_shape):
-            raise InputError(f"{path}: tensor {name!r} has a negative extent.")
         if (record.split is None) != (manifest.stage == "converted"):
             raise InputError(f"{path}: tensor {name!r} {'lacks' if record.split is None else 'has'} a split record.")
+        try:
+            _check_record(name, record)
+        except InputError as error:
+            raise InputError(f"{path}: tensor {name!r}: {error}") from None
+    if manifest.stage == "converted":
+        try:
+            _check_weights(manifest.tensors)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
     ranked = manifest.stage == "rank"
     size, rank = manifest.tp_size, manifest.tp_rank
     if ranked and (size is None or rank is None or not 0 <= rank < size):

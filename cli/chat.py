@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 SUMMARY = "talk to a running server"
@@ -15,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--once", metavar="QUESTION", help="ask one question, print the answer and end")
     add("--system", help="system message")
     add("--api-key-file", type=Path, metavar="FILE", help="file with the server's key")
-    add("--temperature", type=float, help="0 for the most likely answer (default: the model's)")
+    add("--temperature", type=_temperature, help="0 for the most likely answer (default: the model's)")
     add("--max-tokens", type=int, help="longest answer in tokens (default: what the context holds)")
     add("--seed", type=int, help="makes a sampled answer repeatable")
     add("--no-thinking", action="store_true", help="ask the model to answer at once")
@@ -23,13 +24,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..runtime.proxy.client import ChatClient, converse
+    from ..runtime.proxy.key import read_key
 
-    key = None if args.api_key_file is None else args.api_key_file.read_text().strip()
     settings = {
         "temperature": args.temperature,
         "max_tokens": args.max_tokens,
         "seed": args.seed,
         "chat_template_kwargs": {"enable_thinking": False} if args.no_thinking else None,
     }
-    client = ChatClient(args.url, key, {name: value for name, value in settings.items() if value is not None})
+    client = ChatClient(
+        args.url, read_key(args.api_key_file), {name: value for name, value in settings.items() if value is not None}
+    )
     return converse(client, args.system, args.once, args.quiet)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
+    return value

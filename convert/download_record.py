@@ -1,13 +1,18 @@
 """`duovolt-download.json`: written last, so a directory with it is a finished download; names the pinned commit."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from ..checkpoint.directory import DOWNLOAD_RECORD
 from ..checkpoint.errors import InputError
 from ..checkpoint.stage import AtomicFile, disk_errors
-from .hub import DigestKind, RemoteFile
+
+if TYPE_CHECKING:
+    from .hub import RemoteFile  # pulls in the hub's client library, which a reader of records has no use for
+
+DigestKind = Literal["sha256", "git-sha1"]
 
 FORMAT_VERSION = 1
 
@@ -31,7 +36,7 @@ class DownloadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, DownloadedFile]
 
     @staticmethod
-    def of(repo: str, revision: str, commit: str, files: list[RemoteFile]) -> "DownloadRecord":
+    def of(repo: str, revision: str, commit: str, files: "list[RemoteFile]") -> "DownloadRecord":
         """The record of a download of `files`."""
         known = {file.name: DownloadedFile(file.size, file.digest_kind, file.digest, file.digest) for file in files}
         return DownloadRecord(FORMAT_VERSION, repo, revision, commit, dict(sorted(known.items())))

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from ..checkpoint.errors import DuovoltError, EnvironmentFault, InputError
+from .download_record import DigestKind
 
 # The library's HTTP client: httpx2 from its version 2 on, httpx before. Both have the classes used here.
 http: Any = importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
@@ -26,7 +27,6 @@ METADATA_TIMEOUT = 30.0  # seconds
 LONGEST_WAIT = 300.0  # seconds: a server that asks for a longer pause gets an error message instead
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
-DigestKind = Literal["sha256", "git-sha1"]
 Answer = TypeVar("Answer")
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..checkpoint.container import TensorEntry
-from ..checkpoint.encodings import PLAIN_ENCODINGS, PLAIN_OF_DTYPE, encoding_parts, part_name
+from ..checkpoint.encodings import PLAIN_ENCODINGS, PLAIN_OF_DTYPE, PartName, encoding_parts, part_name
 from ..checkpoint.errors import InputError
 from ..checkpoint.files import plan_files
 from ..checkpoint.layouts import CANONICAL, stored_form
-from ..checkpoint.manifest import PartName, SourceRef, TensorRecord
+from ..checkpoint.manifest import SourceRef, TensorRecord
 from ..checkpoint.sources.base import SourceWeight
 from ..checkpoint.writer import Planned
 from ..model.inventory import TensorSpec

@@ -15,10 +15,10 @@ import xxhash
 from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks
 from ..checkpoint.digest import BLOCK
 from ..checkpoint.directory import DOWNLOAD_RECORD, Checkpoint
-from ..checkpoint.encodings import PLAIN_OF_DTYPE
+from ..checkpoint.encodings import PLAIN_OF_DTYPE, PartName
 from ..checkpoint.encodings.plain import to_float32
 from ..checkpoint.errors import CheckFailed, InputError
-from ..checkpoint.manifest import FileRecord, PartName, has_manifest
+from ..checkpoint.manifest import FileRecord, has_manifest
 from ..checkpoint.sources import SourceForm, read_form, without_quantisation
 from ..checkpoint.sources.base import SourceWeight
 from ..checkpoint.sources.values import bad_value, refusal

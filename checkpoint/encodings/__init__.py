@@ -12,9 +12,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import InputError
-from ..manifest import PartName
+
+PartName = Literal["plain", "words", "block_scale", "row_scale", "tensor_scale", "tile_scale", "global_scale"]
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..container import TensorEntry
+from ..encodings import PartName
 from ..errors import InputError
-from ..manifest import PartName
 
 TILE = (128, 128)  # what block FP8 means where a configuration does not say
 

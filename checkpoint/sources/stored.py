@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..container import TensorEntry
-from ..encodings import PLAIN_OF_DTYPE, tiled
+from ..encodings import PLAIN_OF_DTYPE, PartName, tiled
 from ..errors import InputError
-from ..manifest import PartName
 from .base import Scheme, SourceWeight
 
 FLOATS = ("F32", "BF16", "F16")

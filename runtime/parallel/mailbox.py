@@ -79,7 +79,8 @@ class Mailbox:
             kind = self._fault.kind
             self._stale, self._drop = kind == "stale", kind == "drop"
             if kind == "wrap":
-                self.step = LAST_STEP - 2 - self.step % 2  # same parity as before: the other buffer may still be read
+                # The parity stays (LAST_STEP is odd): the peer may still read the other buffer.
+                self.step = LAST_STEP - 2 - (self.step + 1) % 2
             if kind.isdecimal():
                 time.sleep(int(kind) / 1000)
         if self.step > LAST_STEP:

@@ -30,9 +30,11 @@ from .errors import ApiError, bad_request
 from .hub import Hub
 from .metrics import metrics_text
 from .plan import ServePlan
+from .prompt import encode_prompt
 from .sampling import SamplingDefaults
 from .schema import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody, decode_body
 from .supervisor import Supervisor
+from .workers import Workers
 
 MAX_BODY_BYTES = 32 << 20
 _PAGE_POLICY = (
@@ -46,12 +48,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
-    """The handlers, over one plan, one hub and one supervisor."""
+    """The handlers, over one plan, one hub and one supervisor; prompts are made by `workers`."""
 
-    def __init__(self, plan: ServePlan, hub: Hub, supervisor: Supervisor) -> None:
+    def __init__(self, plan: ServePlan, hub: Hub, supervisor: Supervisor, workers: Workers) -> None:
         self._plan = plan
         self._hub = hub
         self._supervisor = supervisor
+        self._workers = workers
         self._defaults = SamplingDefaults.of(plan.tokenizer.generation)
         self._created = int(time.time())
 
@@ -85,8 +88,7 @@ class Api:
             except ClientDisconnect:
                 return Response(status_code=_CLIENT_LEFT)
             except Exception:
-                traceback.print_exc(file=sys.stderr)
-                return _error_response(ApiError(503, "internal error; the server's log has it", kind="server_error"))
+                return _error_response(_internal_error())
 
         return guarded
 
@@ -100,14 +102,14 @@ class Api:
     async def chat(self, request: Request) -> Response:
         body = decode_body(await _read_body(request), ChatBody)
         self._hub.check_room()
-        generate, style = await asyncio.to_thread(plan_chat, body, self._plan, self._defaults)
+        generate, style = await self._workers.run(plan_chat, body, self._plan, self._defaults)
         shape = ChatFormat(self._plan.tokenizer, *self._stamp(), bool(body.logprobs))
         return await self._answer(request, body, generate, style, shape)
 
     async def completion(self, request: Request) -> Response:
         body = decode_body(await _read_body(request), CompletionBody)
         self._hub.check_room()
-        generate, style = await asyncio.to_thread(plan_completion, body, self._plan, self._defaults)
+        generate, style = await self._workers.run(plan_completion, body, self._plan, self._defaults)
         echo = generate.prompt if body.echo else None
         shape = CompletionFormat(self._plan.tokenizer, *self._stamp(), body.logprobs is not None, echo)
         return await self._answer(request, body, generate, style, shape)
@@ -137,11 +139,7 @@ class Api:
         body = decode_body(await _read_body(request), TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        text = body.prompt
-        if text is None:
-            variables = dict(body.chat_template_kwargs or {})
-            text = self._plan.template.render(clean_messages(body.messages or []), body.tools, variables)
-        tokens = await asyncio.to_thread(self._plan.tokenizer.encode, text)
+        tokens = await self._workers.run(self._tokens_of, body)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._plan.max_context})
 
     async def detokenize(self, request: Request) -> Response:
@@ -176,6 +174,13 @@ class Api:
     async def page(self, request: Request) -> Response:
         text = resources.files(__package__).joinpath("page/index.html").read_text(encoding="utf-8")
         return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+    def _tokens_of(self, body: TokenizeBody) -> list[int]:
+        text = body.prompt
+        if text is None:
+            variables = dict(body.chat_template_kwargs or {})
+            text = self._plan.template.render(clean_messages(body.messages or []), body.tools, variables)
+        return encode_prompt(self._plan.tokenizer, text, self._plan.max_context)
 
     def _stamp(self) -> tuple[str, int, str]:
         return uuid.uuid4().hex[:24], int(time.time()), self._plan.model_id
@@ -240,6 +245,8 @@ async def _stream(reader: AnswerReader, shape: Format, with_usage: bool) -> Asyn
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         yield _event(error.body())
+    except Exception:  # the status is out already: an error event is the only way left to say it
+        yield _event(_internal_error().body())
     finally:
         reader.close()
 
@@ -267,6 +274,12 @@ async def _read_body(request: Request) -> bytes:
             raise _too_large()
         parts.append(part)
     return b"".join(parts)
+
+
+def _internal_error() -> ApiError:
+    """Logs the exception being handled; what the client is told of it."""
+    traceback.print_exc(file=sys.stderr)
+    return ApiError(503, "internal error; the server's log has it", kind="server_error")
 
 
 def _too_large() -> ApiError:

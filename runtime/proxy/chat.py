@@ -10,6 +10,7 @@ from .answer import AnswerReader, Update
 from .assembly import AnswerStyle, Delta
 from .chat_request import build_chat_prompt
 from .plan import ServePlan
+from .prompt import encode_prompt
 from .sampling import SamplingDefaults, answer_length, build_sampling, stop_ids, stop_strings
 from .schema import ChatBody
 from .tokenizer import TextTokenizer
@@ -23,7 +24,7 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> tu
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
     stops, ends, ignore_eos = stop_strings(body), stop_ids(body, tokenizer), bool(body.ignore_eos)
     prompt = build_chat_prompt(body, plan.template)
-    ids = tokenizer.encode(prompt.text)
+    ids = encode_prompt(tokenizer, prompt.text, plan.max_context)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     length = answer_length(len(ids), asked, plan.max_context, param)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from . import strict_json
 from .errors import bad_request
 from .schema import ChatBody
 from .template import ChatTemplate, opens_thinking
@@ -89,7 +89,13 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = strict_json.parse(arguments or "{}")
+                strict_json.spell(arguments).encode()  # templates write them into the prompt
+            except UnicodeEncodeError as error:
+                raise bad_request(
+                    f"{where}.tool_calls[{number}]: arguments hold half of a surrogate pair, which is no character",
+                    "messages",
+                ) from error
             except ValueError as error:
                 raise bad_request(
                     f"{where}.tool_calls[{number}]: arguments are not JSON: {error}", "messages"

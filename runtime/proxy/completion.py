@@ -11,6 +11,7 @@ from .answer import AnswerReader, Update
 from .assembly import AnswerStyle
 from .errors import bad_request
 from .plan import ServePlan
+from .prompt import encode_prompt
 from .sampling import SamplingDefaults, answer_length, build_sampling, stop_ids, stop_strings
 from .schema import CompletionBody
 from .tokenizer import TextTokenizer
@@ -29,7 +30,7 @@ def plan_completion(
         raise bad_request("suffix is not supported", "suffix")
     logprobs = 0 if body.logprobs is None else 1 + body.logprobs
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
-    ids = _prompt_ids(body.prompt, tokenizer)
+    ids = _prompt_ids(body.prompt, tokenizer, plan.max_context)
     asked = _DEFAULT_LENGTH if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
         raise bad_request("max_tokens: 0 makes sense with echo only", "max_tokens")
@@ -42,11 +43,11 @@ def plan_completion(
     return GenerateRequest(0, ids, length, ends, ignore_eos, sampling, echo_logprobs), style
 
 
-def _prompt_ids(prompt: str | list[Any], tokenizer: TextTokenizer) -> list[int]:
+def _prompt_ids(prompt: str | list[Any], tokenizer: TextTokenizer, max_context: int) -> list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return encode_prompt(tokenizer, prompt, max_context)
     if any(isinstance(entry, str | list) for entry in prompt):
         raise bad_request(f"prompt holds {len(prompt)} prompts; this server takes one a request", "prompt")
     for token in prompt:

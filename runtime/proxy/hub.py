@@ -82,16 +82,16 @@ class Hub:
             )
 
     def submit(self, request: GenerateRequest) -> OpenRequest:
-        """Number the request and send it to all ranks. Raises as check_room."""
+        """Number the request and send it to all ranks. Raises as check_room; what `send` raises leaves nothing open."""
         self.check_room()
         assert self.send is not None
         request.request_id = self._next_id
         self._next_id += 1
+        self.send(request)  # before it is entered: no event can come before this method has returned
         opened = OpenRequest(request)
         self._open[request.request_id] = opened
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
-        self.send(request)
         return opened
 
     def release(self, opened: OpenRequest, complete: bool) -> None:

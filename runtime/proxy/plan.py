@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ...checkpoint.errors import InputError
+from ...model.config import ModelConfig
 from ..rank.backends import Backend, choose_backend
-from ..rank.identity import RankIdentity, check_ranks, find_ranks, read_config
+from ..rank.identity import RankIdentity, check_ranks, find_ranks
+from .key import read_key
 from .options import ServeOptions
+from .schema import TokenId
 from .template import ChatTemplate
 from .tokenizer import TextTokenizer
 
@@ -53,17 +57,21 @@ def make_plan(options: ServeOptions) -> ServePlan:
     scripted = backend.script is not None
     directories = find_ranks(options.ranks, scripted)
     identity = check_ranks(directories, scripted)[0]
-    config = read_config(directories[0])
-    text = config.get("text_config", config)
-    limit = int(text.get("max_position_embeddings", DEFAULT_CONTEXT))
+    config = _model_config(directories[0], scripted)
+    limit = DEFAULT_CONTEXT if config is None else config.text.max_position_embeddings
     if options.max_context is not None and options.max_context > limit:
         raise InputError(f"--max-context {options.max_context}: the model's limit is {limit}.")
     drafts = options.drafts
-    if not scripted and options.drafts_from is None and not text.get("mtp_num_hidden_layers", 0):
+    if not scripted and options.drafts_from is None and (config is None or not config.mtp_layers):
         drafts = 0
-    if options.drafts_from is not None:
-        _check_drafts(options.drafts_from)
     tokenizer = TextTokenizer(directories[0])
+    if config is not None and tokenizer.size > config.text.vocab_size:
+        raise InputError(
+            f"{directories[0]}: the tokenizer's largest id is {tokenizer.size - 1}, the model has "
+            f"{config.text.vocab_size} rows; the files are of two models."
+        )
+    if options.drafts_from is not None:
+        _check_drafts(options.drafts_from, tokenizer)
     return ServePlan(
         options,
         backend,
@@ -74,28 +82,24 @@ def make_plan(options: ServeOptions) -> ServePlan:
         identity.source or options.ranks.absolute().name,
         tokenizer,
         ChatTemplate(directories[0], tokenizer),
-        _read_key(options.api_key_file),
+        read_key(options.api_key_file),
     )
 
 
-def _check_drafts(path: Path) -> None:
-    try:
-        rounds = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"--drafts-from {path}: {error}; expected a JSON list of lists of ids.") from error
-    if not isinstance(rounds, list) or not all(
-        isinstance(drafts, list) and all(isinstance(token, int) for token in drafts) for drafts in rounds
-    ):
-        raise InputError(f"--drafts-from {path}: expected a JSON list of lists of ids.")
-
-
-def _read_key(path: Path | None) -> str | None:
-    if path is None:
+def _model_config(directory: Path, scripted: bool) -> ModelConfig | None:
+    """The model's configuration; a scripted server may do without."""
+    if scripted and not (directory / "config.json").exists():
         return None
+    return ModelConfig.read(directory)
+
+
+def _check_drafts(path: Path, tokenizer: TextTokenizer) -> None:
+    what = "expected a JSON list of lists of token ids"
     try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--api-key-file {path}: {error}.") from error
-    if not key:
-        raise InputError(f"--api-key-file {path} is empty; write the key into it.")
-    return key
+        rounds = msgspec.json.decode(path.read_bytes(), type=list[list[TokenId]])
+    except OSError as error:
+        raise InputError(f"--drafts-from {path}: {error.strerror}; {what}.") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"--drafts-from {path}: {error}; {what}.") from error
+    if (largest := max((token for drafts in rounds for token in drafts), default=0)) >= tokenizer.size:
+        raise InputError(f"--drafts-from {path}: id {largest} is not below {tokenizer.size}; {what}.")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
 from ..messages import SamplingParams
 from .errors import bad_request
-from .schema import SamplingBody
+from .schema import GenerationDefaults, SamplingBody
 from .tokenizer import TextTokenizer
 
 MAX_STOPS = 16
-_SEEDS = 2**64
+_ID = re.compile("[0-9]{1,10}")
+_SEEDS = 2**64  # distinct seeds; a negative one counts from the end
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,9 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @staticmethod
-    def of(generation: dict[str, Any]) -> SamplingDefaults:
-        known = SamplingDefaults.__dataclass_fields__
-        return SamplingDefaults(
-            **{name: value for name, value in generation.items() if name in known and value is not None}
-        )
+    def of(generation: GenerationDefaults) -> SamplingDefaults:
+        known = {name: getattr(generation, name) for name in SamplingDefaults.__dataclass_fields__}
+        return SamplingDefaults(**{name: value for name, value in known.items() if value is not None})
 
 
 def build_sampling(
@@ -39,6 +39,8 @@ def build_sampling(
     """The engine's parameters, with a fresh seed if none was given: both ranks must draw the same. Raises ApiError."""
     if body.n not in (None, 1):
         raise bad_request(f"n is {body.n}; this server makes one answer a request", "n")
+    if body.seed is not None and not -_SEEDS // 2 <= body.seed < _SEEDS:
+        raise bad_request("seed: expected a whole number from -2^63 to 2^64 - 1", "seed")
     return SamplingParams(
         temperature=_given(body.temperature, defaults.temperature),
         top_k=max(_given(body.top_k, defaults.top_k), 0),
@@ -73,11 +75,11 @@ def answer_length(prompt_tokens: int, asked: int | None, max_context: int, param
     if prompt_tokens == 0:
         raise bad_request("the prompt is empty", "prompt")
     room = max_context - prompt_tokens
-    if room < 1 or (asked is not None and asked > room):
+    if room < (1 if asked is None else asked):
         answer = "" if asked is None else f" and {asked} for the answer ({param})"
         raise bad_request(
             f"this model's context is {max_context} tokens; the request has {prompt_tokens} in the prompt{answer}",
-            param if asked is not None and room >= 1 else "prompt",
+            param if asked and room >= 1 else "prompt",
             "context_length_exceeded",
         )
     return room if asked is None else asked
@@ -90,7 +92,8 @@ def _given(value: Any, default: Any) -> Any:
 def _bias(biases: dict[str, float], tokenizer: TextTokenizer) -> dict[int, float]:
     clean = {}
     for key, value in biases.items():
-        if not key.isdecimal() or int(key) >= tokenizer.size:
-            raise bad_request(f"logit_bias: {key!r} is not a token id below {tokenizer.size}", "logit_bias")
+        if not _ID.fullmatch(key) or int(key) >= tokenizer.size:
+            shown = repr(key if len(key) <= 20 else key[:20] + "...")
+            raise bad_request(f"logit_bias: {shown} is not a token id below {tokenizer.size}", "logit_bias")
         clean[int(key)] = value
     return clean

@@ -15,9 +15,25 @@ _PATH = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(ge=0.01, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
+
+
+class GenerationDefaults(Struct, kw_only=True):
+    """What is read of generation_config.json, within the same bounds as a request's."""
+
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Repetition | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
 
 
 class StreamOptions(Struct):
@@ -30,18 +46,18 @@ class SamplingBody(Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Whole | None = None
     temperature: Temperature | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Repetition | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Bias] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
 
 
@@ -65,10 +81,10 @@ class CompletionBody(SamplingBody, kw_only=True):
     """`/v1/completions`. `prompt` is one text, its token ids, or a list that holds one of either."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
     suffix: str | None = None
 
 
@@ -84,7 +100,7 @@ class TokenizeBody(Struct, kw_only=True):
 class DetokenizeBody(Struct, kw_only=True):
     """`/detokenize`."""
 
-    tokens: list[Annotated[int, Meta(ge=0)]]
+    tokens: list[TokenId]
 
 
 def decode_body(raw: bytes, kind: type[B]) -> B:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -19,8 +20,10 @@ from .hub import Hub
 from .options import ServeOptions
 from .plan import ServePlan, make_plan
 from .supervisor import Supervisor
+from .workers import Workers
 
 _CLOSE_SECONDS = 1
+_PROMPTS_AT_ONCE = 4
 
 
 class _HttpServer(uvicorn.Server):
@@ -36,9 +39,14 @@ def serve(options: ServeOptions) -> int:
     plan = make_plan(options)
     listener = _listen(options.host, options.port)
     try:
-        return asyncio.run(_Server(plan, listener).run())
+        server = _Server(plan, listener)
+        code = asyncio.run(server.run())
     finally:
         listener.close()
+    if server.workers.running:  # a long text is being encoded for nobody: its thread must not meet a dying interpreter
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 class _Server:
@@ -47,7 +55,8 @@ class _Server:
         self._listener = listener
         self._hub = Hub(plan.options.lanes, plan.options.max_waiting)
         self._supervisor = Supervisor(plan, self._hub, self._log_start)
-        application = Api(plan, self._hub, self._supervisor).application()
+        self.workers = Workers(_PROMPTS_AT_ONCE)
+        application = Api(plan, self._hub, self._supervisor, self.workers).application()
         config = uvicorn.Config(
             application,
             log_level="error",

@@ -23,7 +23,7 @@ class ChatTemplate:
 
     def __init__(self, directory: Path, tokenizer: TextTokenizer) -> None:
         path = directory / TEMPLATE_FILE
-        source = path.read_text(encoding="utf-8") if path.exists() else tokenizer.settings.get("chat_template")
+        source = _read_source(path) if path.exists() else tokenizer.settings.get("chat_template")
         self._template: jinja2.Template | None = None
         self._tokens = {
             name: value.get("content") if isinstance(value, dict) else value
@@ -33,7 +33,7 @@ class ChatTemplate:
         if isinstance(source, str):
             try:
                 self._template = _environment().from_string(source)
-            except jinja2.TemplateError as error:
+            except (jinja2.TemplateError, RecursionError, ValueError) as error:  # the latter: a number of many digits
                 raise InputError(f"{path}: the chat template does not compile: {error}.") from error
 
     def render(
@@ -49,6 +49,13 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may fail in any way on what a client sends
             raise bad_request(f"the chat template refuses these messages: {error}", "messages") from error
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is not UTF-8; fetch the file again.") from error
 
 
 def opens_thinking(prompt: str) -> bool:

@@ -2,14 +2,16 @@
 
 `<function=NAME>`, then `<parameter=KEY>` VALUE `</parameter>` on lines of their own, any number, then `</function>`.
 Values are text, typed by the tool's JSON schema. Older templates put `{"name": ..., "arguments": {...}}` there instead.
+The model may write anything there: what does not read as a call is no call, and what is given out is strict JSON.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
+
+from . import strict_json
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -17,7 +19,7 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", r
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call: the function's name and its arguments as JSON text."""
+    """A call: the function's name and its arguments, a JSON object as text; neither holds a lone surrogate."""
 
     name: str
     arguments: str
@@ -39,15 +41,33 @@ def parse_tool_call(text: str, tools: list[dict[str, Any]]) -> ToolCall | None:
         position = parameter.end()
     if body[position:].strip():
         return None
-    return ToolCall(match[1].strip(), json.dumps(arguments, ensure_ascii=False))
+    return _call(match[1].strip(), arguments)
 
 
 def _parse_json(text: str) -> ToolCall | None:
     try:
-        call = json.loads(text)
-        return ToolCall(str(call["name"]), json.dumps(call.get("arguments", {}), ensure_ascii=False))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        call = strict_json.parse(text)  # an object: the text begins with a brace
+        arguments = call.get("arguments")
+        if isinstance(arguments, str):  # some models write the object as text, as the API has it
+            arguments = strict_json.parse(arguments)
+    except ValueError:
         return None
+    return _call(call.get("name"), {} if arguments is None else arguments)
+
+
+def _call(name: Any, arguments: Any) -> ToolCall | None:
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    try:
+        spelled = strict_json.spell(arguments)
+    except ValueError:
+        return None
+    return ToolCall(_whole_characters(name), _whole_characters(spelled))
+
+
+def _whole_characters(text: str) -> str:
+    """`text` with U+FFFD for each lone surrogate, which JSON's escapes can write and UTF-8 cannot."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _properties(name: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,6 +89,6 @@ def _typed(text: str, schema: Any) -> Any:
     if "boolean" in kinds and text in ("True", "False"):
         return text == "True"
     try:
-        return json.loads(text)
+        return strict_json.parse(text)
     except ValueError:
         return text

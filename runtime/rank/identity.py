@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -128,17 +127,3 @@ def check_ranks(directories: list[Path], scripted: bool) -> list[RankIdentity]:
                     "ranks of two conversions cannot serve together."
                 )
     return identities
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of the directory, {} if there is none (a scripted server needs no model). Raises InputError."""
-    path = directory / "config.json"
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: not a JSON object.")
-    return config

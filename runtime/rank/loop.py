@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import zmq
 from ..messages import CancelRequest, GenerateRequest, StepRecord, TokenEvent
 from ..parallel.lockstep import Lockstep
 from ..parallel.region import ProgressCounter
-from .wire import Step, Stop, decode_to_rank, encode
+from .wire import Step, Stop, Unreadable, decode_to_rank, encode
 
 MASK_BITS = 64
 _IDLE_POLL_MS = 500  # only the sign of life depends on it: a message ends the wait at once
@@ -41,7 +42,7 @@ class RankLoop:
         self._progress = progress
         self._received = 0
         self._admitted = 0
-        self._inbox: deque[GenerateRequest] = deque()
+        self._inbox: deque[GenerateRequest | Unreadable] = deque()
         self._open: list[int] = []
         self._cancels: set[int] = set()
         self._sequence = 0
@@ -57,10 +58,9 @@ class RankLoop:
                 return
             if busy:
                 record, events = self._engine.step()
-                self._agree(record)
-                self._give_out(events)
+                self._give_out(events + self._agree(record))
             elif self._received > self._admitted:
-                self._agree(StepRecord("admit", 0, 0, 0, 0, 0))
+                self._give_out(self._agree(StepRecord("admit", 0, 0, 0, 0, 0)))
 
     def _receive(self, wait: bool) -> None:
         timeout = _IDLE_POLL_MS if wait and self._received == self._admitted else 0
@@ -72,11 +72,17 @@ class RankLoop:
                     self._received += 1
                 case CancelRequest(request_id=request_id):
                     self._cancels.add(request_id)
+                case Unreadable(request_id=None, reason=reason):
+                    print(f"duovolt rank: a message cannot be read and is passed over: {reason}", file=sys.stderr)
+                case Unreadable() as broken:
+                    self._inbox.append(broken)
+                    self._received += 1
                 case Stop():
                     self._stopped = True
                     return
 
-    def _agree(self, record: StepRecord) -> None:
+    def _agree(self, record: StepRecord) -> list[TokenEvent]:
+        """Cancel and admit what the ranks agree on; the ends of requests that are admitted but cannot be read."""
         bits = self._open[:MASK_BITS]
         mask = sum(1 << bit for bit, request_id in enumerate(bits) if request_id in self._cancels)
         agreement = self._lockstep.agree(record, self._received, mask)
@@ -84,15 +90,22 @@ class RankLoop:
             if agreement.cancel_mask >> bit & 1:
                 self._engine.cancel(request_id)
                 self._cancels.discard(request_id)
+        refusals: list[TokenEvent] = []
         while self._admitted < agreement.admitted:
             request = self._inbox.popleft()
-            self._open.append(request.request_id)
-            self._engine.add(request)
             self._admitted += 1
+            if isinstance(request, Unreadable):
+                assert request.request_id is not None
+                reason = f"the ranks cannot read this request: {request.reason}"
+                refusals.append(TokenEvent(request.request_id, [], [], "error", 0, 0, 0, error=reason))
+            else:
+                self._open.append(request.request_id)
+                self._engine.add(request)
+        return refusals
 
     def _give_out(self, events: list[TokenEvent]) -> None:
         for event in events:
-            if event.finish_reason is not None:
+            if event.finish_reason is not None and event.request_id in self._open:  # else refused at admission
                 self._open.remove(event.request_id)
         waiting = {request.request_id for request in self._inbox}
         self._cancels &= waiting.union(self._open)  # the others have ended by themselves

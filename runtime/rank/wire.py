@@ -5,6 +5,8 @@ Proxy to rank: GenerateRequest, CancelRequest (of `runtime.messages`), Stop. Ran
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 from msgspec import Struct
 
@@ -53,6 +55,32 @@ class Failed(Struct, tag="failed"):
 ToRank = GenerateRequest | CancelRequest | Stop
 ToProxy = Hello | Ready | Step | Failed
 
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A message that is none of ToRank. `request_id`: that of the answer it asked for, None if that cannot be told."""
+
+    request_id: int | None
+    reason: str
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_to_proxy = msgspec.msgpack.Decoder(ToProxy).decode
+_decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+
+
+def decode_to_rank(data: bytes) -> ToRank | Unreadable:
+    """The message, or what can be told of it: it reaches every rank alike, so none may die of it alone or together."""
+    try:
+        return _decode_to_rank(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return Unreadable(_request_id(data), str(error))
+
+
+def _request_id(data: bytes) -> int | None:
+    try:
+        message = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    found = message.get("request_id") if isinstance(message, dict) and message.get("type") == "generate" else None
+    return found if type(found) is int and 0 <= found < 1 << 64 else None

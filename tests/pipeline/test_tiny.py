@@ -68,6 +68,7 @@ def test_quality_and_the_price_of_quantising(converted: Path, tmp_path: Path) ->
     assert 0 < quantised["bits_per_byte"] - source["bits_per_byte"] < 0.05 * source["bits_per_byte"]
 
 
+@pytest.mark.timeout(600)  # 10,240 tokens: a minute and a half on an idle core, several on a busy one
 def test_greedy_answers_do_not_depend_on_drafts(converted: Path) -> None:
     """Ten held-out prompts, 512 tokens each, with three drafts a round and with none: the same tokens."""
     torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from duovolt.runtime.proxy.app import Api
 from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import make_plan
+from duovolt.runtime.proxy.workers import Workers
 from duovolt.runtime.rank.scripted import ScriptedAnswer, ScriptedEngine
 
 
@@ -66,6 +67,6 @@ class LocalApi:
                 asyncio.get_running_loop().call_soon(step)
 
         hub.send = send
-        transport = httpx.ASGITransport(Api(self.plan, hub, ReadySupervisor()).application())  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(Api(self.plan, hub, ReadySupervisor(), Workers(4)).application())  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://local") as client:
             return await client.request(verb, path, **arguments)

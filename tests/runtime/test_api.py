@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duovolt.runtime.messages import CancelRequest
+from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
+from duovolt.runtime.proxy.chat import ChatFormat
+from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.rank.scripted import ScriptedAnswer
+from duovolt.runtime.rank.wire import decode_to_rank, encode
 
 from .local_api import LocalApi
 from .stub_model import blocks, byte_ids, ids, make_ranks, write_script
@@ -149,6 +152,27 @@ def test_parallel_calls_keep_id_and_name_and_finish_with_tool_calls(api: LocalAp
     assert forbidden["choices"][0]["message"]["content"] == CALL
 
 
+def test_calls_with_lone_surrogates_reach_the_client_streamed_and_whole(api: LocalApi) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
+    _, body = say(api, f"t</think>{call}", tools=TOOLS)
+    _, events = say(api, f"t</think>{call}", tools=TOOLS, stream=True)
+    for calls in (body["choices"][0]["message"]["tool_calls"], joined(events)["calls"]):
+        assert [one["function"] for one in calls] == [{"name": "add", "arguments": '{"a": "\ufffd"}'}]
+
+
+@pytest.mark.parametrize("place", ["opening", "chunks", "closing"])
+def test_a_stream_that_fails_inside_says_so_and_cancels(
+    api: LocalApi, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.setattr(ChatFormat, place, lambda *_: 1 // 0)
+    _, events = say(api, "t</think>Hello world", stream=True)
+    error = events[-1]["error"]
+    assert (error["message"], error["type"]) == ("internal error; the server's log has it", "server_error")
+    assert "[DONE]" not in events
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert api.hub.open_count == 0
+
+
 def test_a_stop_string_ends_the_work_of_the_ranks_too(api: LocalApi) -> None:
     status, body = say(api, "t</think>one beta gamma two", stop="beta gamma")
     assert status == 200
@@ -193,6 +217,21 @@ def test_completions_take_text_or_ids_and_echo(api: LocalApi) -> None:
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_a_prompt_that_fills_the_context_can_be_echoed_and_nothing_more(api: LocalApi) -> None:
+    full = [5] * CONTEXT
+    status, body = say(api, "Hello", COMPLETION, prompt=full, max_tokens=0, echo=True)
+    assert status == 200
+    assert body["usage"] == {"prompt_tokens": CONTEXT, "completion_tokens": 0, "total_tokens": CONTEXT}
+    assert body["choices"][0]["text"] == api.plan.tokenizer.decode(full)
+    assert body["choices"][0]["finish_reason"] == "length"
+    for prompt, asked in ((full, 1), (full, None), ([5, *full], 0)):
+        status, body = say(api, "Hello", COMPLETION, prompt=prompt, max_tokens=asked, echo=True)
+        assert (status, body["error"]["param"]) == (400, "prompt")
+        assert f"context is {CONTEXT} tokens; the request has {len(prompt)}" in body["error"]["message"]
+    status, body = say(api, "Hello", COMPLETION, prompt=full[1:], max_tokens=2)
+    assert (status, body["error"]["param"]) == (400, "max_tokens")
+
+
 def test_completion_logprobs_have_one_entry_a_token(api: LocalApi) -> None:
     _, body = say(api, "Hello world", COMPLETION, logprobs=1)
     logprobs = body["choices"][0]["logprobs"]
@@ -230,8 +269,11 @@ def test_sampling_fields_reach_the_engine_and_seeds_are_fixed(api: LocalApi) -> 
     assert len(seeds) == 5
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 LONG = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
-BROKEN_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
 BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, b"{", 400, None, "not valid JSON"),
     (CHAT, b"\xff\xfe", 400, None, "not valid JSON"),
@@ -245,7 +287,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0].content is missing"),
     (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "messages", "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text only"),
-    (CHAT, {"messages": [BROKEN_CALL]}, 400, "messages", "not JSON"),
+    (CHAT, {"messages": [calling("{")]}, 400, "messages", "not JSON"),
     (CHAT, {"messages": USER, "max_tokens": "5"}, 400, "max_tokens", "Expected `int | null`, got `str`"),
     (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", ">= 1"),
     (CHAT, {"messages": USER, "max_tokens": 10**8}, 400, "max_tokens", f"context is {CONTEXT} tokens; the request has"),
@@ -261,6 +303,29 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "stop": ["a"] * 17}, 400, "stop", "17 strings"),
     (CHAT, {"messages": USER, "logit_bias": {"-1": 1}}, 400, "logit_bias", "token id"),
     (CHAT, {"messages": USER, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "'11111111111111111111...' is not a token"),
+    (CHAT, {"messages": USER, "logit_bias": {"\u0663": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "repetition_penalty": 0.0099}, 400, "repetition_penalty", ">= 0.01"),
+    (CHAT, {"messages": USER, "repetition_penalty": 10.1}, 400, "repetition_penalty", "<= 10"),
+    (CHAT, {"messages": [calling("[" * 100000)]}, 400, "messages", "arguments are not JSON: nested too deep"),
+    (CHAT, {"messages": [calling('{"a":' * 100000)]}, 400, "messages", "arguments are not JSON: nested too deep"),
+    (CHAT, {"messages": [calling('{"a": "\\ud800"}')]}, 400, "messages", "messages[0].tool_calls[0]: arguments hold half"),
+    (CHAT, {"messages": [calling('{"a": NaN}')]}, 400, "messages", "NaN is no JSON number"),
+    (CHAT, {"messages": [calling('{"a": ' + "9" * 5000 + "}")]}, 400, "messages", "arguments are not JSON"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, None, "not valid JSON"),
+    (COMPLETION, b'{"prompt": "\\ud800"}', 400, None, "not valid JSON"),
+    ("/tokenize", {"messages": [calling('{"a": "\\ud800"}')]}, 400, "messages", "half of a surrogate pair"),
+    (CHAT, {"messages": USER, "stop_token_ids": [2**70]}, 400, "stop_token_ids", "<= 2147483647"),
+    (CHAT, {"messages": USER, "stop_token_ids": [2**31]}, 400, "stop_token_ids", "<= 2147483647"),
+    (CHAT, {"messages": USER, "top_k": 2**70}, 400, "top_k", "<= 2147483647"),
+    (CHAT, {"messages": USER, "top_k": -2}, 400, "top_k", ">= -1"),
+    (CHAT, {"messages": USER, "seed": 2**64}, 400, "seed", "-2^63 to 2^64 - 1"),
+    (CHAT, {"messages": USER, "seed": -(2**63) - 1}, 400, "seed", "-2^63 to 2^64 - 1"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 6000 + b"}", 400, "seed", "out of range"),
+    (CHAT, {"messages": USER, "n": 2**70}, 400, "n", "<= 2147483647"),
+    (COMPLETION, {"prompt": "x", "best_of": -(2**70)}, 400, "best_of", ">= -2147483648"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 2**31}, 400, "max_tokens", "<= 2147483647"),
+    ("/detokenize", {"tokens": [2**70]}, 400, "tokens", "<= 2147483647"),
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools[0]"),
     (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice", "not supported"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
@@ -306,6 +371,33 @@ def test_a_body_too_large_is_413(api: LocalApi) -> None:
     status, answer = api.post(CHAT, b" " * (32 * 2**20 + 1))
     assert status == 413
     assert answer["error"]["code"] == "body_too_large"
+
+
+def test_the_largest_numbers_allowed_can_be_sent_to_the_ranks(api: LocalApi) -> None:
+    for seed in (2**64 - 1, -(2**63)):
+        status, _ = say(api, "Hello", stop_token_ids=[2**31 - 1], top_k=2**31 - 1, seed=seed)
+        assert status == 200
+        (sent,) = api.sent
+        assert decode_to_rank(encode(sent)) == sent
+        assert sent.sampling.seed == seed % 2**64  # type: ignore[union-attr]
+
+
+def test_a_send_that_raises_leaves_nothing_open() -> None:
+    hub = Hub(lanes=1, max_waiting=0)
+
+    def refuse(message: GenerateRequest | CancelRequest) -> None:
+        raise OverflowError("too large for the wire")
+
+    request = GenerateRequest(0, [1], 1, [], False, SamplingParams())
+    hub.send = refuse
+    for _ in range(3):
+        with pytest.raises(OverflowError, match="too large for the wire"):
+            hub.submit(request)
+        assert (hub.open_count, hub.counters.requests, hub.counters.prompt_tokens) == (0, 0, 0)
+    sent: list[Any] = []
+    hub.send = sent.append
+    assert hub.submit(request).request is sent[0]
+    assert (hub.open_count, hub.counters.requests) == (1, 1)
 
 
 @settings(max_examples=100, deadline=None)

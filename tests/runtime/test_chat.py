@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from duovolt.cli.main import main
 
 from .conftest import Server, running
 from .stub_model import blocks, make_ranks, write_script
@@ -68,3 +71,32 @@ def test_refusals_and_absence_have_their_exit_codes(chat: Callable[..., subproce
     assert absent.returncode == 3
     assert "no server at http://127.0.0.1" in absent.stderr and "duovolt serve" in absent.stderr
     assert chat("--once", "hi", url="nonsense").returncode == 3
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "hot"])
+def test_a_temperature_that_is_no_number_is_a_usage_error(capsys: pytest.CaptureFixture[str], value: str) -> None:
+    assert main(["chat", "--once", "hi", f"--temperature={value}"]) == 2
+    assert f"{value!r} is not a number, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "words"),
+    [
+        (["--once", b"a\xff"], b"", "duovolt: --once: character 2 is not valid UTF-8.\n"),
+        (["--once", "a", "--system", b"\xff"], b"", "duovolt: --system: character 1 is not valid UTF-8.\n"),
+        ([], b"a\xff\n", "duovolt: the input"),
+        (["--once", "a", "--api-key-file", "KEY"], b"", "byte 0 is not ASCII"),
+    ],
+)
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_bytes_that_are_no_text_are_one_message(
+    tmp_path: Path, arguments: list[str | bytes], text: bytes, words: str, locale: str
+) -> None:
+    (tmp_path / "KEY").write_bytes(b"\xff")
+    command = [sys.executable, "-m", "duovolt", "chat", "--quiet", "--url", "http://127.0.0.1:9", *arguments]
+    done = subprocess.run(
+        command, input=text, capture_output=True, cwd=tmp_path, env=os.environ | {"LC_ALL": locale}, timeout=30
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    (line,) = done.stderr.decode().splitlines(keepends=True)
+    assert line.startswith("duovolt: ") and words in line

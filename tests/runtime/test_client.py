@@ -1,8 +1,10 @@
-"""What the terminal client says of an answer's timings."""
+"""The terminal client: timings in words, and one message for whatever a server sends."""
 
+import httpx
 import pytest
 
-from duovolt.runtime.proxy.client import describe
+from duovolt.checkpoint.errors import CheckFailed, DuovoltError
+from duovolt.runtime.proxy.client import ChatClient, Timings, answer, describe
 
 
 @pytest.mark.parametrize(
@@ -13,10 +15,60 @@ from duovolt.runtime.proxy.client import describe
     ],
 )
 def test_timings_in_words(speed: float | None, proposed: int, accepted: int, words: str) -> None:
-    timings = {
-        "prompt_ms": 1234.4,
-        "tokens_per_second": speed,
-        "drafts_proposed": proposed,
-        "drafts_accepted": accepted,
-    }
-    assert describe(timings) == words
+    assert describe(Timings(1234.4, speed, proposed, accepted)) == words
+
+
+STRANGE = [
+    ("nope", "no piece of a chat answer"),
+    ("[]", "Expected `object`, got `array`"),
+    ("{}", "missing required field `choices`"),
+    ("5", "Expected `object`, got `int`"),
+    ("", "no piece of a chat answer"),
+    ("[" * 100_000, "no piece of a chat answer"),
+    ('{"choices": null}', "Expected `array`, got `null`"),
+    ('{"choices": [{}]}', "missing required field `delta`"),
+    ('{"choices": [{"delta": null}]}', "Expected `object`, got `null`"),
+    ('{"choices": [{"delta": {"content": 5}}]}', "got `int`"),
+    ('{"choices": [{"delta": {"content": "\\ud800"}}]}', "no piece of a chat answer"),
+    ('{"choices": [{"delta": {}, "finish_reason": 1}]}', "got `int`"),
+    ('{"choices": [], "duovolt": {}}', "missing required field `prompt_ms`"),
+    ('{"error": "x"}', "the server broke the answer off: x"),
+    ('{"error": {"message": "why"}}', "the server broke the answer off: why"),
+    ('{"error": {"message": 5}}', "the server broke the answer off: {'message': 5}"),
+    ('{"error": null}', "missing required field `choices`"),
+    ('{"choices": []}', "the answer ended without a reason"),
+    ('{"choices": [{"delta": {"content": null}}]}', "the answer ended without a reason"),
+]
+
+
+@pytest.mark.parametrize(("event", "words"), STRANGE, ids=[str(number) for number in range(len(STRANGE))])
+def test_a_server_that_sends_something_else_is_one_message(event: str, words: str) -> None:
+    with pytest.raises(CheckFailed) as failure:
+        answer(against(200, f"data: {event}\n\n"), [], quiet=True)
+    assert failure.value.exit_code == 1
+    assert words in str(failure.value) and len(str(failure.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words", "code"),
+    [
+        (400, '{"error": {"message": "why"}}', "the server answered 400: why", 2),
+        (404, '{"error": "x"}', "the server answered 404: x", 2),
+        (500, "[" * 100_000, "the server answered 500: [[[", 1),
+        (502, "[]", "the server answered 502: []", 1),
+        (403, '{"detail": "no"}', 'the server answered 403: {"detail": "no"}', 2),
+    ],
+)
+def test_refusals_in_any_shape_are_one_message(status: int, body: str, words: str, code: int) -> None:
+    with pytest.raises(DuovoltError) as failure:
+        answer(against(status, body), [], quiet=True)
+    assert words in str(failure.value)
+    assert failure.value.exit_code == code
+
+
+def against(status: int, body: str) -> ChatClient:
+    """A client whose server always answers the same."""
+    client = ChatClient("http://server", None, {})
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, text=body))
+    client._http = httpx.Client(transport=transport, base_url="http://server")
+    return client

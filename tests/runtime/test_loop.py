@@ -15,7 +15,7 @@ from duovolt.runtime.parallel.lockstep import SharedLockstep, SoloLockstep
 from duovolt.runtime.parallel.region import ProgressCounter, Region, region_bytes
 from duovolt.runtime.rank.loop import RankLoop
 from duovolt.runtime.rank.scripted import ScriptedAnswer, ScriptedEngine
-from duovolt.runtime.rank.wire import Step, Stop, decode_to_proxy, encode
+from duovolt.runtime.rank.wire import Step, Stop, Unreadable, decode_to_proxy, decode_to_rank, encode
 
 
 class SlowSocket:
@@ -51,6 +51,45 @@ def run(
     socket: SlowSocket, lockstep: Any, rank: int, region: Region, answers: list[ScriptedAnswer], lanes: int
 ) -> None:
     RankLoop(ScriptedEngine(answers, lanes, None), lockstep, socket, ProgressCounter(region, rank)).run()  # type: ignore[arg-type]
+
+
+BROKEN = GenerateRequest(7, [1], 5, [], False, SamplingParams(temperature="hot"))  # type: ignore[arg-type]
+
+
+@settings(max_examples=30, deadline=None)
+@given(arrivals=st.lists(st.integers(1, 12), min_size=8, max_size=8), place=st.integers(0, 2))
+def test_a_request_that_cannot_be_read_ends_with_an_error_and_the_others_go_on(arrivals: list[int], place: int) -> None:
+    messages: list[Any] = [request(1), request(2)]
+    messages.insert(place, BROKEN)
+    messages.insert(place, {"type": "nothing"})
+    region = Region(bytearray(region_bytes(4)), 4)
+    answers = [ScriptedAnswer([[5, 6], [7]]), ScriptedAnswer([[1]])]
+    sockets = [SlowSocket(list(messages), arrivals[4 * rank : 4 * rank + 4], 3) for rank in range(2)]
+    threads = [
+        threading.Thread(target=run, args=(socket, SharedLockstep(region, rank, 20), rank, region, answers, 2))
+        for rank, socket in enumerate(sockets)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert sockets[0].sent == sockets[1].sent
+    events = [event for step in sockets[0].sent for event in step.events]
+    ends = {event.request_id: event for event in events if event.finish_reason is not None}
+    assert {number: event.finish_reason for number, event in ends.items()} == {1: "stop", 2: "stop", 7: "error"}
+    assert "cannot read this request: Expected `float`, got `str`" in ends[7].error
+    made = {number: [t for event in events if event.request_id == number for t in event.tokens] for number in ends}
+    assert made == {1: [5, 6, 7], 2: [1], 7: []}
+
+
+def test_only_a_request_of_known_number_is_answered_if_it_cannot_be_read() -> None:
+    for data in (b"", b"\xc1", b"\x91" * 100000, encode(["x"]), encode({"type": "generate", "request_id": -1})):
+        message = decode_to_rank(data)
+        assert isinstance(message, Unreadable) and message.request_id is None and message.reason
+    broken_cancel = decode_to_rank(encode({"type": "cancel", "request_id": 3, "more": 1}))
+    assert isinstance(broken_cancel, Unreadable) and broken_cancel.request_id is None
+    assert decode_to_rank(encode(CancelRequest(3))) == CancelRequest(3)
 
 
 @settings(max_examples=60, deadline=None)

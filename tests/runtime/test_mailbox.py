@@ -187,21 +187,38 @@ def test_a_missing_word_poisons_the_step_within_the_budget(pair: Callable[..., P
         two.mailbox.exchange(values(7, 10))
 
 
+@pytest.mark.parametrize("door", ["1:3:wrap", "0:4:wrap", "1:5:wrap", "0:6:wrap", "1:1:wrap", "0:2:wrap"])
 def test_the_wrap_door_moves_both_ranks_and_changes_no_value(
-    monkeypatch: pytest.MonkeyPatch, pair: Callable[..., Pair]
+    monkeypatch: pytest.MonkeyPatch, pair: Callable[..., Pair], door: str
 ) -> None:
-    monkeypatch.setenv(MAILBOX_DOOR, "1:3:wrap")
-    two = pair(fault="1:3:wrap")
+    monkeypatch.setenv(MAILBOX_DOOR, door)
+    two = pair(fault=door)
     two.mailbox.exchange(values(0, 1))
     two.answer()
     largest = 0
-    for seed in range(9):
+    for seed in range(11):
         two.ask({"op": "exchange", "seed": seed + 50, "size": 12})
         assert two.mailbox.exchange(values(seed, 12)).tobytes() == values(seed + 50, 12).tobytes()
         assert two.answer()["step"] == two.mailbox.step
         largest = max(largest, two.mailbox.step)
     assert largest > LAST_STEP - 4
-    assert two.mailbox.step < 10
+    assert two.mailbox.step < 16
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 301, 2**20])
+def test_the_wrap_door_leaves_the_buffer_alone_that_a_slow_peer_still_reads(
+    monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.setenv(MAILBOX_DOOR, f"0:{step + 1}:wrap")
+    region = Region(bytearray(region_bytes(SLOT)), SLOT)
+    fast, slow = (Mailbox(region, rank, 5, first_step=step) for rank in (0, 1))
+    slow._begin_step()
+    slow._push(3, values(1, 3).view(np.uint32))  # the peer has sent, and not read yet
+    assert fast.exchange(values(0, 3)).tobytes() == values(1, 3).tobytes()
+    fast._begin_step()  # the door opens
+    assert fast.step in (LAST_STEP - 3, LAST_STEP - 2)
+    fast._push(3, values(2, 3).view(np.uint32))
+    assert slow._pull(1, 4).tobytes() == values(0, 3).tobytes()
 
 
 @pytest.mark.parametrize("text", ["1:2", "2:3:drop", "1:x:drop", "1:2:hash", "1:2:-5", "::"])

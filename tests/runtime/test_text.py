@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -229,6 +230,70 @@ def test_the_older_json_form_is_read() -> None:
     call = parse_tool_call('\n{"name": "weather", "arguments": {"city": "Bern"}}\n', [WEATHER])
     assert call == ToolCall("weather", '{"city": "Bern"}')
     assert parse_tool_call('{"name": 3', [WEATHER]) is None
+
+
+NO_CALLS = [
+    '{"name": ["f"], "arguments": {}}',
+    '{"name": null}',
+    '{"name": ""}',
+    '{"arguments": {}}',
+    '{"name": "f", "arguments": [1]}',
+    '{"name": "f", "arguments": 3}',
+    '{"name": "f", "arguments": "text"}',
+    '{"name": "f", "arguments": "[1]"}',
+    '{"name": "f", "arguments": {"a": NaN}}',
+    '{"name": "f", "arguments": {"a": -Infinity}}',
+    '{"name": "f", "arguments": {"a": 1e999}}',
+    '{"name": "f", "arguments": "{\\"a\\": NaN}"}',
+    '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
+    '{"name": "f", "arguments": ' + "[" * 3000,
+    '{"name": "f", "arguments": {"a": ' + "[" * 100000 + "]" * 100000 + "}}",
+    '{"a":' * 3000,
+]
+
+
+@pytest.mark.parametrize("text", NO_CALLS, ids=[str(number) for number in range(len(NO_CALLS))])
+def test_json_that_is_no_call_is_shown_as_text(tokenizer: TextTokenizer, text: str) -> None:
+    assert parse_tool_call(text, []) is None
+    found = read(tokenizer, style(tools=True), [ids(f"<tool_call>{text}</tool_call><|im_end|>")])
+    assert (found["content"], found["calls"], found["finish"]) == (f"<tool_call>{text}</tool_call>", [], "stop")
+
+
+VALUES = [
+    ("NaN", "NaN"),
+    ("-Infinity", "-Infinity"),
+    ("1e999", "1e999"),
+    ("9" * 5000, "9" * 5000),
+    ("[" * 3000, "[" * 3000),
+    ("[" * 100000 + "]" * 100000, "[" * 100000 + "]" * 100000),
+    ('"\\ud83d"', "\ufffd"),
+    ('["\\ud83d\\ude00", "\\ude00\\ud83d"]', ["\U0001f600", "\ufffd\ufffd"]),
+    ('{"\\udc00": 1}', {"\ufffd": 1}),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES, ids=[str(number) for number in range(len(VALUES))])
+def test_arguments_are_strict_json_whatever_the_model_writes(text: str, value: object) -> None:
+    call = parse_tool_call(f"<function=weather><parameter=where>{text}</parameter></function>", [WEATHER])
+    assert call is not None
+    assert msgspec.json.decode(call.arguments.encode()) == {"where": value}
+
+
+def test_surrogates_of_the_older_form_are_replaced_and_arguments_given_as_text_or_null_are_read() -> None:
+    assert parse_tool_call('{"name": "f\\ud800", "arguments": {"a": "\\ud83d"}}', []) == ToolCall(
+        "f\ufffd", '{"a": "\ufffd"}'
+    )
+    assert parse_tool_call('{"name": "f", "arguments": "{\\"a\\": 1}"}', []) == ToolCall("f", '{"a": 1}')
+    assert parse_tool_call('{"name": "f", "arguments": null}', []) == ToolCall("f", "{}")
+    assert parse_tool_call('{"name": "f"}', []) == ToolCall("f", "{}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.sampled_from('{}[]":,\\ud8NaIfnity1e9 \n<>/=parmetfuco'), max_size=60))
+def test_no_text_of_a_call_breaks_the_reading(text: str) -> None:
+    for whole in (text, '{"name": "f", "arguments": ' + text, f"<function=weather><parameter=where>{text}</function>"):
+        call = parse_tool_call(whole, [WEATHER])
+        assert call is None or isinstance(msgspec.json.decode(call.arguments.encode()), dict)
 
 
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:

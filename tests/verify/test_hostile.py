@@ -13,6 +13,8 @@ import pytest
 from duovolt.checkpoint.directory import MANIFEST
 from duovolt.checkpoint.errors import DuovoltError
 from duovolt.checkpoint.manifest import Manifest, read_manifest
+from duovolt.cli.dequantize import tensors_of
+from duovolt.convert.dequantize import write_plain
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
 from duovolt.verify.proofs import verify
@@ -102,3 +104,18 @@ def test_lies_of_a_converted_directory(made: Path, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (made / "converted" / MANIFEST).write_bytes(forged[1])
     assert tried > 80
+
+
+def test_lies_to_dequantize(made: Path, tmp_path: Path) -> None:
+    """Refused with one message, or decoded: never an exception of another kind, never a huge allocation."""
+    tried = 0
+    for seed in range(300):
+        if (forged := forge(made / "converted", seed)) is None:
+            continue
+        tried += 1
+        with suppress(DuovoltError):
+            tensors, _, _ = tensors_of(made / "converted", "F32")
+            write_plain(tensors, {}, tmp_path / "out", lambda count: None)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (made / "converted" / MANIFEST).write_bytes(forged[1])
+    assert tried > 120
