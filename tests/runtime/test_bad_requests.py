@@ -1,0 +1,151 @@
+"""Every bad request gets one clear 4xx in OpenAI's shape, and the ranks never hear of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from duovolt.runtime.rank.scripted import ScriptedAnswer
+
+from .local_api import LocalApi
+from .stub_model import blocks, make_ranks, write_script
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+CONTEXT = 1000
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> LocalApi:
+    folder = tmp_path_factory.mktemp("api")
+    script = write_script(folder / "script.jsonl", {"blocks": blocks("Hello")})
+    return LocalApi(make_ranks(folder / "ranks", 2), script, max_context=CONTEXT, max_waiting=2)
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+LONG = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
+BAD: list[tuple[str, Any, int, str | None, str]] = [
+    (CHAT, b"{", 400, None, "not valid JSON"),
+    (CHAT, b"\xff\xfe", 400, None, "not valid JSON"),
+    (CHAT, b'{"messages": [{"role": "user", "content": ' + b"[" * 100000 + b"]" * 100000 + b"}]}", 400, None, "JSON"),
+    (CHAT, b"", 400, None, "not valid JSON"),
+    (CHAT, [], 400, None, "object"),
+    (CHAT, {}, 400, None, "messages"),
+    (CHAT, {"messages": []}, 400, "messages", "messages"),
+    (CHAT, {"messages": "hi"}, 400, "messages", "array"),
+    (CHAT, {"messages": [{"content": "x"}]}, 400, "messages", "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0].content is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "messages", "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text only"),
+    (CHAT, {"messages": [calling("{")]}, 400, "messages", "not JSON"),
+    (CHAT, {"messages": USER, "max_tokens": "5"}, 400, "max_tokens", "Expected `int | null`, got `str`"),
+    (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", ">= 1"),
+    (CHAT, {"messages": USER, "max_tokens": 10**8}, 400, "max_tokens", f"context is {CONTEXT} tokens; the request has"),
+    (CHAT, {"messages": USER, "max_completion_tokens": 10**30}, 400, "max_completion_tokens", ""),
+    (CHAT, LONG, 400, "prompt", f"context is {CONTEXT} tokens"),
+    (CHAT, {"messages": USER, "temperature": 3}, 400, "temperature", "<= 2"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, None, "not valid JSON"),
+    (CHAT, {"messages": USER, "top_p": 0}, 400, "top_p", "> 0"),
+    (CHAT, {"messages": USER, "n": 2}, 400, "n", "one answer"),
+    (CHAT, {"messages": USER, "n": 0, "stream": True}, 400, "n", "one answer"),
+    (CHAT, {"messages": USER, "stream": "yes"}, 400, "stream", "`bool"),
+    (CHAT, {"messages": USER, "stop": ["a", ""]}, 400, "stop", "empty"),
+    (CHAT, {"messages": USER, "stop": ["a"] * 17}, 400, "stop", "17 strings"),
+    (CHAT, {"messages": USER, "logit_bias": {"-1": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "logit_bias": {"99999": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "'11111111111111111111...' is not a token"),
+    (CHAT, {"messages": USER, "logit_bias": {"\u0663": 1}}, 400, "logit_bias", "token id"),
+    (CHAT, {"messages": USER, "repetition_penalty": 0.0099}, 400, "repetition_penalty", ">= 0.01"),
+    (CHAT, {"messages": USER, "repetition_penalty": 10.1}, 400, "repetition_penalty", "<= 10"),
+    (CHAT, {"messages": [calling("[" * 100000)]}, 400, "messages", "arguments are not JSON: nested too deep"),
+    (CHAT, {"messages": [calling('{"a":' * 100000)]}, 400, "messages", "arguments are not JSON: nested too deep"),
+    (CHAT, {"messages": [calling('{"a": "\\ud800"}')]}, 400, "messages", "messages[0].tool_calls[0]: arguments hold half"),
+    (CHAT, {"messages": [calling('{"a": NaN}')]}, 400, "messages", "NaN is no JSON number"),
+    (CHAT, {"messages": [calling('{"a": ' + "9" * 5000 + "}")]}, 400, "messages", "arguments are not JSON"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, None, "not valid JSON"),
+    (COMPLETION, b'{"prompt": "\\ud800"}', 400, None, "not valid JSON"),
+    ("/tokenize", {"messages": [calling('{"a": "\\ud800"}')]}, 400, "messages", "half of a surrogate pair"),
+    (CHAT, {"messages": USER, "stop_token_ids": [2**70]}, 400, "stop_token_ids", "<= 2147483647"),
+    (CHAT, {"messages": USER, "stop_token_ids": [2**31]}, 400, "stop_token_ids", "<= 2147483647"),
+    (CHAT, {"messages": USER, "top_k": 2**70}, 400, "top_k", "<= 2147483647"),
+    (CHAT, {"messages": USER, "top_k": -2}, 400, "top_k", ">= -1"),
+    (CHAT, {"messages": USER, "seed": 2**64}, 400, "seed", "-2^63 to 2^64 - 1"),
+    (CHAT, {"messages": USER, "seed": -(2**63) - 1}, 400, "seed", "-2^63 to 2^64 - 1"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 6000 + b"}", 400, "seed", "out of range"),
+    (CHAT, {"messages": USER, "n": 2**70}, 400, "n", "<= 2147483647"),
+    (COMPLETION, {"prompt": "x", "best_of": -(2**70)}, 400, "best_of", ">= -2147483648"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 2**31}, 400, "max_tokens", "<= 2147483647"),
+    ("/detokenize", {"tokens": [2**70]}, 400, "tokens", "<= 2147483647"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools[0]"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice", "not supported"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT, {"messages": USER, "top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "<= 20"),
+    (COMPLETION, {}, 400, None, "prompt"),
+    (COMPLETION, {"prompt": ""}, 400, "prompt", "empty"),
+    (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
+    (COMPLETION, {"prompt": ["a", "b"]}, 400, "prompt", "one a request"),
+    (COMPLETION, {"prompt": [1, -1]}, 400, "prompt", "-1 is not a token id"),
+    (COMPLETION, {"prompt": [1, 2.5]}, 400, "prompt", "2.5 is not a token id"),
+    (COMPLETION, {"prompt": [1, True]}, 400, "prompt", "True is not a token id"),
+    (COMPLETION, {"prompt": [10**9]}, 400, "prompt", "is not a token id"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo"),
+    (COMPLETION, {"prompt": "x", "best_of": 3}, 400, "best_of", "one answer"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
+    (COMPLETION, {"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, 400, "stream", "cannot be streamed"),
+    ("/tokenize", {}, 400, "prompt", "either"),
+    ("/detokenize", {"tokens": [99999]}, 400, "tokens", "not below"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens", ">= 0"),
+    ("/v1/nothing", {}, 404, None, "no such path"),
+    ("/v1/models", {}, 405, None, "POST is not allowed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"), BAD, ids=[str(number) for number in range(len(BAD))]
+)
+def test_bad_input_gets_one_clear_error(
+    api: LocalApi, path: str, body: Any, status: int, param: str | None, words: str
+) -> None:
+    found, answer = api.post(path, body)
+    assert found == status, answer
+    assert set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+    assert api.sent == []
+
+
+def test_a_body_too_large_is_413(api: LocalApi) -> None:
+    status, answer = api.post(CHAT, b" " * (32 * 2**20 + 1))
+    assert status == 413
+    assert answer["error"]["code"] == "body_too_large"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    body=st.dictionaries(
+        st.sampled_from(["messages", "temperature", "stop", "stream", "tools", "logit_bias", "seed", "max_tokens", "x",
+                         "chat_template_kwargs", "tool_choice", "stream_options", "n", "response_format"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name", "tool_calls"]), inner, max_size=3),
+            max_leaves=8,
+        ),
+    )
+)  # fmt: skip
+def test_no_body_makes_a_server_error(api: LocalApi, body: Any) -> None:
+    api.answers = [ScriptedAnswer(blocks("Hello"))]
+    for content in (body, {"messages": USER} | body):
+        status, answer = api.post(CHAT, content)
+        assert status in (200, 400), answer
+        assert status == 200 or set(answer["error"]) == {"message", "type", "param", "code"}
