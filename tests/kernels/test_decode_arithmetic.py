@@ -57,10 +57,10 @@ class Compiled:
         command = [compiler, "-shared", "-fPIC", str(source), "-o", str(folder / "decode.so")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        self.library = ctypes.CDLL(str(folder / "decode.so"))
+        self.decoder = ctypes.CDLL(str(folder / "decode.so"))
 
     def _each(self, function: str, words: np.ndarray, *more: int) -> np.ndarray:
-        call = getattr(self.library, function)
+        call = getattr(self.decoder, function)
         call.restype = ctypes.c_uint
         flat = [call(ctypes.c_uint(int(word)), *more) for word in words.reshape(-1)]
         return np.array(flat, np.uint32).reshape(words.shape)
