@@ -124,6 +124,7 @@ def test_an_interrupt_during_imports_is_an_interrupt() -> None:
         "        raise KeyboardInterrupt\n"
         "sys.modules['duovolt.cli.main'] = Interrupted('duovolt.cli.main')\n"
         "import duovolt.__main__\n"
+        "duovolt.__main__.entry()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "duovolt: interrupted.\n")
