@@ -6,8 +6,6 @@ import argparse
 import math
 from pathlib import Path
 
-SUMMARY = "talk to a running server"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = 'examples:\n  duovolt chat\n  duovolt chat --once "What does the len function do?" --temperature 0'

@@ -13,8 +13,6 @@ from ..checkpoint.errors import EnvironmentFault, InputError
 from ..convert.download import DownloadReport, download
 from ..convert.download_progress import NoProgress
 
-SUMMARY = "fetch a checkpoint from a hub, resumed and digest-checked"
-
 EPILOG = """\
 examples:
   duovolt download Qwen/Qwen3.8-27B source/

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from ..kernels.build import Built, build, sources, write_out
 
-SUMMARY = "compile the CUDA kernels ahead of time"
-
 EXAMPLE = """examples:
   duovolt kernels build                                  machine code for a V100, into the cache
   duovolt kernels build --arch compute_70 --out kernels  PTX as plain files, for a machine without the compiler:

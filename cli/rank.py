@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-SUMMARY = "run one rank (started by serve)"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-SUMMARY = "serve ranks over HTTP: one proxy, one process a rank"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (

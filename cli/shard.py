@@ -10,7 +10,6 @@ from ..checkpoint.manifest import read_manifest
 from ..shard.split import ShardReport, shard
 from .progress import byte_bar
 
-SUMMARY = "split a converted directory over tensor-parallel ranks"
 EXAMPLE = """example:
   duovolt shard converted ranks --tp 2
   duovolt shard converted ranks --tp 2 --rank 1    the second rank alone, byte for byte the same

@@ -10,7 +10,6 @@ from ..verify.proofs import verify, work_bytes
 from ..verify.report import Proof, Report, describe_errors
 from .progress import byte_bar
 
-SUMMARY = "prove that no bit went astray between the stages"
 EXAMPLE = """example:
   duovolt verify --source Qwen3.8-27B --converted converted --ranks ranks
   duovolt verify --ranks ranks --json report.json

@@ -55,7 +55,7 @@ def test_bad_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "duovolt: y: No such file or directory.\n",
         ),
-        (ModuleNotFoundError("no", name="fastapi"), 3, "'fastapi' is missing"),
+        (ModuleNotFoundError("no", name="starlette"), 3, "'starlette' is missing"),
         (ZeroDivisionError("oops"), 1, "unexpected ZeroDivisionError: oops. Run again with --debug"),
     ],
 )
