@@ -1,4 +1,4 @@
-// The two sm_70 instructions that C++ cannot name. fp16 pairs travel as unsigned bit patterns.
+// The sm_70 instructions that C++ cannot name. fp16 pairs travel as unsigned bit patterns.
 #pragma once
 
 // Product of fp16 pairs, subnormals kept.
@@ -19,4 +19,17 @@ __device__ __forceinline__ void multiply_accumulate(float (&sum)[8], unsigned a0
         "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9}, {%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7])
         : "r"(a0), "r"(a1), "r"(b0), "r"(b1));
+}
+
+// The nearest fp16, ties to even.
+__device__ __forceinline__ unsigned short half_bits(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+// The shared memory whose size the launch gives.
+__device__ __forceinline__ unsigned char *dynamic_shared() {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    return bytes;
 }

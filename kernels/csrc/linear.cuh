@@ -1,0 +1,154 @@
+// Decode linear: y[T, N] = x[T, K] W[N, K]^T for T = 1..24, several matrices a launch, with what follows them.
+//
+// A block owns bands of 32 rows of W and splits K over its warps, whose sums are added in the order of the warps, in
+// shared memory. A token's bits depend on its own row of x and on W alone: every output is the same chain of FP32
+// additions for every T and every grid, and no sum is atomic. docs/kernels.md says why it is cut this way.
+#pragma once
+#include "linear_task.cuh"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#include "linear_ampere.cuh"
+template <class Weight> using Turns = AmpereTurns<Weight>;
+#else
+#include "linear_volta.cuh"
+template <class Weight> using Turns = VoltaTurns<Weight>;
+#endif
+
+constexpr float kLargestHalf = 65504.0f;
+
+// The fp16 nearest to a value, +-65504 for what lies beyond; those are counted.
+__device__ __forceinline__ unsigned short saturated(float value, unsigned *overflows) {
+    if (fabsf(value) > kLargestHalf) {
+        value = copysignf(kLargestHalf, value);
+        if (overflows != nullptr) {
+            atomicAdd(overflows, 1u);
+        }
+    }
+    return half_bits(value);
+}
+
+// Sums of one band, a warp's part each. One word of padding a row, against lanes that would meet in one bank.
+template <int kTiles> using Partial = float[kWarps][kTiles * kTokens][kRows + 1];
+
+// The products of one warp with one band.
+template <class Weight, int kTiles>
+__device__ void multiply_band(Turns<Weight> &walk, const Task &task, const Matrix &matrix, int band,
+                              Partial<kTiles> &partial) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    float sum[kTiles][8] = {};
+    for (int turn = warp; turn < (task.groups + kTurn - 1) / kTurn; turn += kWarps) {
+        if (Weight::kBlocks) {
+            const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
+            const float scale = __ldg(matrix.block_scales + block);
+            float products[kTiles][8] = {};
+            walk.template multiply<kTiles>(products, task, turn);
+#pragma unroll
+            for (int index = 0; index < kTiles * 8; ++index) {
+                sum[index / 8][index % 8] = fmaf(scale, products[index / 8][index % 8], sum[index / 8][index % 8]);
+            }
+        } else {
+            walk.template multiply<kTiles>(sum, task, turn);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int token = tile * kTokens + Turns<Weight>::token(lane, i);
+            if (token < task.tokens) {
+                partial[warp][token][Turns<Weight>::row(lane, i)] = sum[tile][i];
+            }
+        }
+    }
+}
+
+// One output: the warps' sums in order, times the scale of the row.
+template <class Weight, int kTiles>
+__device__ float total(const Partial<kTiles> &partial, const Matrix &matrix, int token, int band_row, int row) {
+    float sum = partial[0][token][band_row];
+#pragma unroll
+    for (int part = 1; part < kWarps; ++part) {
+        sum += partial[part][token][band_row];
+    }
+    const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
+    return sum * Weight::kUnit * scale;
+}
+
+__device__ __forceinline__ void store(const Task &task, const Matrix &matrix, int token, int row, float value) {
+    const size_t place = static_cast<size_t>(token) * matrix.out_stride + row;
+    if (matrix.residual != nullptr) {
+        value += matrix.residual[place];
+    }
+    if (task.epilogue == kFloat) {
+        static_cast<float *>(matrix.out)[place] = value;
+    } else {
+        static_cast<unsigned short *>(matrix.out)[place] = saturated(value, task.overflows);
+    }
+}
+
+template <class Weight, int kTiles>
+__device__ void run(const Task &task, const Items &items, Partial<kTiles> &partial, unsigned char *shared) {
+    constexpr int kMine = kTiles * kTokens * kRows / (kWarps * 32); // outputs of a thread and band
+    Turns<Weight> walk(task, items, shared);
+    for (int item = items.first; item < items.end; item += items.step) {
+        float gate[kMine] = {};
+        for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
+            int band;
+            const Matrix &matrix = matrix_of(task, item, part, band);
+            multiply_band<Weight, kTiles>(walk, task, matrix, band, partial);
+            __syncthreads();
+#pragma unroll
+            for (int mine = 0; mine < kMine; ++mine) {
+                const int index = mine * kWarps * 32 + threadIdx.x;
+                const int token = index / kRows, row = band * kRows + index % kRows;
+                if (token < task.tokens && row < matrix.rows) {
+                    const float value = total<Weight, kTiles>(partial, matrix, token, index % kRows, row);
+                    if (task.epilogue != kSwiglu) {
+                        store(task, matrix, token, row, value);
+                    } else if (part == 0) {
+                        gate[mine] = value / (1.0f + expf(-value));
+                    } else {
+                        store(task, matrix, token, row, gate[mine] * value);
+                    }
+                }
+            }
+            __syncthreads(); // before the next band's sums
+        }
+    }
+}
+
+// Matrices of different encodings: an item at a time, so that a block knows what it walks through.
+template <int kTiles>
+__device__ void run_any(const Task &task, const Items &items, Partial<kTiles> &partial, unsigned char *shared) {
+    for (int item = items.first; item < items.end; item += items.step) {
+        const Items one = {item, item + 1, 1};
+        int band;
+        switch (matrix_of(task, item, 0, band).encoding) {
+        case kNvfp4:
+            run<Nvfp4, kTiles>(task, one, partial, shared);
+            break;
+        case kFp8:
+            run<Fp8, kTiles>(task, one, partial, shared);
+            break;
+        case kFp8Blocks:
+            run<Fp8Blocks, kTiles>(task, one, partial, shared);
+            break;
+        default:
+            run<Half, kTiles>(task, one, partial, shared);
+        }
+    }
+}
+
+#define LINEAR(name, call, tiles)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32) name(const __grid_constant__ Task task) {                \
+        __shared__ Partial<tiles> partial;                                                                             \
+        const Items items = {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)};                   \
+        call(task, items, partial, dynamic_shared());                                                                           \
+    }
+#define LINEARS(tokens, tiles)                                                                                         \
+    LINEAR(linear_nvfp4_##tokens, (run<Nvfp4, tiles>), tiles)                                                          \
+    LINEAR(linear_fp8_##tokens, (run<Fp8, tiles>), tiles)                                                              \
+    LINEAR(linear_fp8_blocks_##tokens, (run<Fp8Blocks, tiles>), tiles)                                                 \
+    LINEAR(linear_half_##tokens, (run<Half, tiles>), tiles)                                                            \
+    LINEAR(linear_any_##tokens, run_any<tiles>, tiles)
+
