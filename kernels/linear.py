@@ -136,7 +136,8 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     tuned = choice(device)
     module = load(SOURCES[padded], device, tuned.defines)
     blocks = tuned.blocks(filled.items, multiprocessors(device))
-    module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), tuned.shared_bytes(kernel, module.arch))
+    shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
+    module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes)
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:

@@ -15,6 +15,7 @@ from .build import cache_directory, write_atomically
 STAGES = {"nvfp4": 4, "fp8": 3, "half": 2}  # of each warp's ring of copies, as in csrc/encodings.cuh
 STAGE_BYTES = {"nvfp4": 4 * 288, "fp8": 4 * 544, "half": 4 * 1056}  # four tiles with the padding that spreads the banks
 _WARPS = 8
+_PADDED_BAND = 33  # floats a row of the warps' sums
 MOST_STAGES = 8
 MOST_BLOCKS = 16
 
@@ -43,12 +44,13 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Blocks of a launch of `items` bands."""
         return min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
 
-    def shared_bytes(self, kernel: str, arch: str) -> int:
-        """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_...`, as compiled for `arch`."""
+    def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
+        """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
+        sums = _WARPS * tokens * _PADDED_BAND * 4
         if int(arch.partition("_")[2]) < 80:
-            return 0
+            return sums
         names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]
-        return max(_WARPS * self.stages[name] * STAGE_BYTES[name] for name in names)
+        return sums + max(_WARPS * self.stages[name] * STAGE_BYTES[name] for name in names)
 
 
 def path() -> Path:

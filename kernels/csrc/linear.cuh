@@ -7,10 +7,12 @@
 #include "linear_task.cuh"
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #include "linear_ampere.cuh"
-template <class Weight> using Turns = AmpereTurns<Weight>;
+template <class Weight, bool> using Turns = AmpereTurns<Weight>;
+constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
 #else
 #include "linear_volta.cuh"
-template <class Weight> using Turns = VoltaTurns<Weight>;
+template <class Weight, bool kAhead> using Turns = VoltaTurns<Weight, kAhead>;
+constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
 #endif
 
 constexpr float kLargestHalf = 65504.0f;
@@ -30,12 +32,13 @@ __device__ __forceinline__ unsigned short saturated(float value, unsigned *overf
 template <int kTiles> using Partial = float[kWarps][kTiles * kTokens][kRows + 1];
 
 // The products of one warp with one band.
-template <class Weight, int kTiles>
-__device__ void multiply_band(Turns<Weight> &walk, const Task &task, const Matrix &matrix, int band,
+template <class Weight, int kTiles, bool kAhead>
+__device__ void multiply_band(Turns<Weight, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
                               Partial<kTiles> &partial) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     float sum[kTiles][8] = {};
+#pragma unroll 1
     for (int turn = warp; turn < (task.groups + kTurn - 1) / kTurn; turn += kWarps) {
         if (Weight::kBlocks) {
             const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
@@ -54,9 +57,9 @@ __device__ void multiply_band(Turns<Weight> &walk, const Task &task, const Matri
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int token = tile * kTokens + Turns<Weight>::token(lane, i);
+            const int token = tile * kTokens + Turns<Weight, kAhead>::token(lane, i);
             if (token < task.tokens) {
-                partial[warp][token][Turns<Weight>::row(lane, i)] = sum[tile][i];
+                partial[warp][token][Turns<Weight, kAhead>::row(lane, i)] = sum[tile][i];
             }
         }
     }
@@ -86,16 +89,19 @@ __device__ __forceinline__ void store(const Task &task, const Matrix &matrix, in
     }
 }
 
-template <class Weight, int kTiles>
-__device__ void run(const Task &task, const Items &items, Partial<kTiles> &partial, unsigned char *shared) {
+template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes <= 16 && !Weight::kBlocks>
+__device__ __forceinline__ void run(const Task &task, Items items) {
+    Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
     constexpr int kMine = kTiles * kTokens * kRows / (kWarps * 32); // outputs of a thread and band
-    Turns<Weight> walk(task, items, shared);
+    Turns<Weight, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
+#pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
         float gate[kMine] = {};
+#pragma unroll 1
         for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
             int band;
             const Matrix &matrix = matrix_of(task, item, part, band);
-            multiply_band<Weight, kTiles>(walk, task, matrix, band, partial);
+            multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
             __syncthreads();
 #pragma unroll
             for (int mine = 0; mine < kMine; ++mine) {
@@ -117,38 +123,39 @@ __device__ void run(const Task &task, const Items &items, Partial<kTiles> &parti
     }
 }
 
+// A function of its own, so that its registers are not another encoding's.
+template <class Weight, int kTiles> __device__ __noinline__ void run_one(const Task &task, int item) {
+    run<Weight, kTiles, false>(task, {item, item + 1, 1});
+}
+
 // Matrices of different encodings: an item at a time, so that a block knows what it walks through.
-template <int kTiles>
-__device__ void run_any(const Task &task, const Items &items, Partial<kTiles> &partial, unsigned char *shared) {
+template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, Items items) {
+#pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
-        const Items one = {item, item + 1, 1};
         int band;
         switch (matrix_of(task, item, 0, band).encoding) {
         case kNvfp4:
-            run<Nvfp4, kTiles>(task, one, partial, shared);
+            run_one<Nvfp4, kTiles>(task, item);
             break;
         case kFp8:
-            run<Fp8, kTiles>(task, one, partial, shared);
+            run_one<Fp8, kTiles>(task, item);
             break;
         case kFp8Blocks:
-            run<Fp8Blocks, kTiles>(task, one, partial, shared);
+            run_one<Fp8Blocks, kTiles>(task, item);
             break;
         default:
-            run<Half, kTiles>(task, one, partial, shared);
+            run_one<Half, kTiles>(task, item);
         }
     }
 }
 
-#define LINEAR(name, call, tiles)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32) name(const __grid_constant__ Task task) {                \
-        __shared__ Partial<tiles> partial;                                                                             \
-        const Items items = {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)};                   \
-        call(task, items, partial, dynamic_shared());                                                                           \
+#define LINEAR(name, call, blocks_a_sm)                                                                                \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks_a_sm) name(const __grid_constant__ Task task) {   \
+        call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
     }
 #define LINEARS(tokens, tiles)                                                                                         \
-    LINEAR(linear_nvfp4_##tokens, (run<Nvfp4, tiles>), tiles)                                                          \
-    LINEAR(linear_fp8_##tokens, (run<Fp8, tiles>), tiles)                                                              \
-    LINEAR(linear_fp8_blocks_##tokens, (run<Fp8Blocks, tiles>), tiles)                                                 \
-    LINEAR(linear_half_##tokens, (run<Half, tiles>), tiles)                                                            \
-    LINEAR(linear_any_##tokens, run_any<tiles>, tiles)
-
+    LINEAR(linear_nvfp4_##tokens, (run<Nvfp4, tiles>), kBlocks[tiles - 1])                                             \
+    LINEAR(linear_fp8_##tokens, (run<Fp8, tiles>), kBlocks[tiles - 1])                                                 \
+    LINEAR(linear_fp8_blocks_##tokens, (run<Fp8Blocks, tiles>), tiles == 3 ? 1 : kBlocks[tiles - 1])                   \
+    LINEAR(linear_half_##tokens, (run<Half, tiles>), tiles == 3 ? 1 : 2)                                                                \
+    LINEAR(linear_any_##tokens, run_any<tiles>, tiles == 3 ? 1 : 2)

@@ -14,7 +14,7 @@ template <class Weight> struct AmpereTurns {
     unsigned char *ring;
     int slot;
 
-    __device__ AmpereTurns(const Task &task, const Items &items, unsigned char *shared)
+    __device__ AmpereTurns(const Task &task, Items items, unsigned char *shared)
         : ahead(task, items), ring(shared + threadIdx.x / 32 * kStages * kStageBytes), slot(0) {
 #pragma unroll
         for (int stage = 0; stage < kStages - 1; ++stage) {

@@ -66,7 +66,7 @@ struct Walk {
     const unsigned char *words, *group_scales;
     long long first_tile; // of the band
 
-    __device__ Walk(const Task &task, const Items &items)
+    __device__ Walk(const Task &task, Items items)
         : task(task), items(items), item(items.first), part(0), turn(threadIdx.x / 32) {
         if (turn >= turns()) {
             item = items.end; // a warp without work

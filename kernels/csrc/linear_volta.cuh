@@ -4,13 +4,16 @@
 #include "linear_task.cuh"
 #include "volta.cuh"
 
-template <class Weight> struct VoltaTurns {
-    static constexpr int kSharedBytes = 0;
-
+// kAhead: the next turn is loaded before this one is multiplied, for twice the registers.
+template <class Weight, bool kAhead> struct VoltaTurns {
     Walk ahead;
     Weight next[kTurn];
 
-    __device__ VoltaTurns(const Task &task, const Items &items, unsigned char *) : ahead(task, items) { load(); }
+    __device__ VoltaTurns(const Task &task, Items items, unsigned char *) : ahead(task, items) {
+        if (kAhead) {
+            load();
+        }
+    }
 
     __device__ void load() {
         if (ahead.done()) {
@@ -42,11 +45,16 @@ template <class Weight> struct VoltaTurns {
         const int lane = threadIdx.x % 32;
         const int own_token = lane % 4 + lane / 16 * 4;
         Weight now[kTurn];
+        if (!kAhead) {
+            load();
+        }
 #pragma unroll
         for (int step = 0; step < kTurn; ++step) {
             now[step] = next[step];
         }
-        load();
+        if (kAhead) {
+            load();
+        }
         // A fence for the compiler: without it ptxas moves each load down to its use, and one is in flight at a time.
         __syncwarp();
 #pragma unroll

@@ -28,6 +28,12 @@ __device__ __forceinline__ unsigned short half_bits(float value) {
     return bits;
 }
 
+__device__ __forceinline__ float half_value(unsigned bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+    return value;
+}
+
 // The shared memory whose size the launch gives.
 __device__ __forceinline__ unsigned char *dynamic_shared() {
     extern __shared__ __align__(16) unsigned char bytes[];

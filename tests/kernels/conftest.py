@@ -78,16 +78,14 @@ def host_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     if compiler is None:
         pytest.skip("no C++ compiler (g++ or clang++): the CUDA source cannot be run on the host")
     folder = tmp_path_factory.mktemp("host")
-    for path in (*CSRC.glob("*.cuh"), *(CSRC / name for name in SOURCES.values())):
+    for path in (*CSRC.glob("*.cu*"), Path(__file__).with_name("entry.hpp")):
         shutil.copy(path, folder)
     for name in REPLACED:
         (folder / name).write_text("")
     (folder / "host.cpp").write_text(
         f'#define __CUDA_ARCH__ {HOST_ARCHES[request.param]}\n#include "{EMULATOR}"\n'
         + "".join(f'#include "{name}"\n' for name in SOURCES.values())
-        + 'extern "C" int emulate_linear(void (*kernel)(Task), int blocks, int threads, const Task *task, int count,'
-        " const size_t *ranges) { return emulate(kernel, blocks, threads, task, count, ranges); }\n"
-        'extern "C" int size_of_task() { return sizeof(Task); }\n'
+        + '#include "dequantise.cu"\n#include "entry.hpp"\n'
     )
     library = folder / "host.so"
     command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "host.cpp", "-o", str(library)]

@@ -16,6 +16,8 @@
 #define __grid_constant__
 #define __shared__ static
 
+#define __noinline__
+
 struct uint2 {
     unsigned x, y;
 };
@@ -23,7 +25,7 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 struct Index {
-    int x;
+    int x, y;
 };
 static thread_local Index threadIdx;
 static Index blockIdx, blockDim, gridDim;
@@ -140,33 +142,38 @@ template <int pending> void wait_copies() {
     pthread_barrier_wait(&warp_barriers[threadIdx.x / 32]); // the __syncwarp that must follow
 }
 
+inline float half_value(unsigned bits) { return from_half(bits & 0xFFFF); }
 inline unsigned short half_bits(float value) { return std::isfinite(value) ? to_half(value) : value > 0 ? 0x7C00 : 0xFC00; }
 inline unsigned atomicAdd(unsigned *address, unsigned value) { return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST); }
 static unsigned char dynamic_bytes[1 << 18] __attribute__((aligned(16)));
 inline unsigned char *dynamic_shared() { return dynamic_bytes; }
 
-// The number of loads outside of the ranges; `ranges` holds begin and size of each.
-template <class Argument>
-int emulate(void (*kernel)(Argument), int blocks, int threads, const Argument *task, int count, const size_t *ranges) {
+// Loads from now on are checked against `count` ranges, each a beginning and a size.
+inline void set_ranges(int count, const size_t *ranges) {
     inputs.clear();
     for (int index = 0; index < count; ++index) {
         const char *begin = reinterpret_cast<const char *>(ranges[2 * index]);
         inputs.push_back({begin, begin + ranges[2 * index + 1]});
     }
     stray_loads = 0;
-    gridDim.x = blocks;
+}
+
+// Runs a kernel; the number of loads outside of the ranges.
+template <class Call> int emulate(int blocks, int blocks_y, int threads, Call call) {
+    gridDim = {blocks, blocks_y};
     blockDim.x = threads;
-    std::memset(dynamic_bytes, 0xFF, sizeof dynamic_bytes); // NaNs: what is read before it was copied shows
+    std::memset(dynamic_bytes, 0xFF, sizeof dynamic_bytes); // NaNs: what is read before it was written shows
     pthread_barrier_init(&block_barrier, nullptr, threads);
     for (int warp = 0; warp < threads / 32; ++warp) {
         pthread_barrier_init(&warp_barriers[warp], nullptr, 32);
     }
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    for (int block = 0; block < blocks * blocks_y; ++block) {
+        blockIdx = {block % blocks, block / blocks};
         std::vector<std::thread> running;
         for (int index = 0; index < threads; ++index) {
             running.emplace_back([=] {
                 threadIdx.x = index;
-                kernel(*task);
+                call();
             });
         }
         for (std::thread &thread : running) {
