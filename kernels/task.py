@@ -72,24 +72,31 @@ def task(
     first_band = 0
     for index, weight in enumerate(weights):
         out = outs[0] if epilogue == SWIGLU else outs[index]
-        matrix = filled.matrix[index]
-        matrix.words = weight.words.data_ptr()
-        matrix.residual = None if residuals is None else pointer(residuals[index])
-        matrix.out = out.data_ptr()
-        matrix.rows = weight.shape[0]
-        matrix.first_band = first_band
-        matrix.out_stride = out.stride(0)
-        matrix.encoding = ENCODINGS.index(weight.encoding)
-        if isinstance(weight, Nvfp4Weight):
-            matrix.group_scales = weight.block_scale.data_ptr()
-        if isinstance(weight, Fp8BlockWeight):
-            matrix.block_scales = weight.block_scale.data_ptr()
-            matrix.block_bands, matrix.block_turns = weight.block[0] // BAND, weight.block[1] // TURN
-            matrix.block_columns = weight.block_scale.shape[1]
-        else:
-            matrix.scale = weight.scale.data_ptr()
-            matrix.scale_stride = 0 if weight.scale.numel() == 1 else 1
+        filled.matrix[index] = matrix_of(weight, first_band)
+        filled.matrix[index].residual = None if residuals is None else pointer(residuals[index])
+        filled.matrix[index].out = out.data_ptr()
+        filled.matrix[index].out_stride = out.stride(0)
         if epilogue != SWIGLU:
             first_band += weight.words.shape[0]
     filled.items = weights[0].words.shape[0] if epilogue == SWIGLU else first_band
     return filled
+
+
+def matrix_of(weight: Weight, first_band: int = 0) -> Matrix:
+    """A weight without its outputs."""
+    matrix = Matrix(
+        words=weight.words.data_ptr(),
+        rows=weight.shape[0],
+        first_band=first_band,
+        encoding=ENCODINGS.index(weight.encoding),
+    )
+    if isinstance(weight, Nvfp4Weight):
+        matrix.group_scales = weight.block_scale.data_ptr()
+    if isinstance(weight, Fp8BlockWeight):
+        matrix.block_scales = weight.block_scale.data_ptr()
+        matrix.block_bands, matrix.block_turns = weight.block[0] // BAND, weight.block[1] // TURN
+        matrix.block_columns = weight.block_scale.shape[1]
+    else:
+        matrix.scale = weight.scale.data_ptr()
+        matrix.scale_stride = 0 if weight.scale.numel() == 1 else 1
+    return matrix

@@ -2,7 +2,8 @@
 //
 // kBytes: of a row of a tile. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
 // such that the lanes' reads of four tiles meet all banks. kStages: of the ring of such tiles. `load` reads global memory,
-// `take` a tile in shared memory, `prepare` comes before `pair`. `mix` stands for all arithmetic where that is measured.
+// `take` a tile in shared memory; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
+// `arrange` the activations of eight columns in the same order. `mix` stands for all arithmetic where that is measured.
 #pragma once
 #include "decode.cuh"
 #include "linear_task.cuh"
@@ -33,8 +34,8 @@ struct Nvfp4 {
         return {__ldcs(reinterpret_cast<const uint2 *>(words) + lane), __ldcs(scales + lane)};
     }
 
-    __device__ static Nvfp4 take(const unsigned char *tile, int row) {
-        return {reinterpret_cast<const uint2 *>(tile)[row], tile[kRows * kBytes + row]};
+    __device__ static Nvfp4 take(SharedAddress tile, int row) {
+        return {shared_8(tile + row * kBytes), shared_1(tile + kRows * kBytes + row)};
     }
 
     // (code * 2^-14) * (scale * 2^-8 * 2^14): at most 10.5, at least 2^-18, six bits wide, so exact in fp16.
@@ -43,6 +44,13 @@ struct Nvfp4 {
     __device__ unsigned pair(int index) const {
         return multiply_pairs(nvfp4_pair(index < 4 ? codes.x : codes.y, index % 4), factor);
     }
+
+    __device__ void quarter(int j, unsigned &first, unsigned &second) const {
+        first = pair(2 * j);
+        second = pair(2 * j + 1);
+    }
+
+    __device__ static uint4 arrange(uint4 x) { return x; }
 
     __device__ unsigned mix() const { return codes.x ^ codes.y ^ factor; }
 };
@@ -60,9 +68,7 @@ struct Fp8 {
         return {__ldcs(reinterpret_cast<const uint4 *>(words) + lane)};
     }
 
-    __device__ static Fp8 take(const unsigned char *tile, int row) {
-        return {reinterpret_cast<const uint4 *>(tile)[row]};
-    }
+    __device__ static Fp8 take(SharedAddress tile, int row) { return {shared_16(tile + row * kBytes)}; }
 
     __device__ void prepare() {}
 
@@ -70,6 +76,13 @@ struct Fp8 {
         const unsigned word = index < 2 ? values.x : index < 4 ? values.y : index < 6 ? values.z : values.w;
         return fp8_pair(word, index % 2);
     }
+
+    __device__ void quarter(int j, unsigned &first, unsigned &second) const {
+        first = pair(2 * j);
+        second = pair(2 * j + 1);
+    }
+
+    __device__ static uint4 arrange(uint4 x) { return x; }
 
     __device__ unsigned mix() const { return values.x ^ values.y ^ values.z ^ values.w; }
 };
@@ -82,7 +95,7 @@ struct Fp8Blocks : Fp8 {
         return {Fp8::load(words, scales, lane)};
     }
 
-    __device__ static Fp8Blocks take(const unsigned char *tile, int row) { return {Fp8::take(tile, row)}; }
+    __device__ static Fp8Blocks take(SharedAddress tile, int row) { return {Fp8::take(tile, row)}; }
 };
 
 struct Half {
@@ -99,9 +112,8 @@ struct Half {
         return {__ldcs(half), __ldcs(half + kRows)};
     }
 
-    __device__ static Half take(const unsigned char *tile, int row) {
-        const uint4 *half = reinterpret_cast<const uint4 *>(tile) + row;
-        return {half[0], half[kRows]};
+    __device__ static Half take(SharedAddress tile, int row) {
+        return {shared_16(tile + row * 16), shared_16(tile + (kRows + row) * 16)};
     }
 
     __device__ void prepare() {}
@@ -110,6 +122,13 @@ struct Half {
         const uint4 &part = index < 4 ? low : high;
         return index % 4 == 0 ? part.x : index % 4 == 1 ? part.y : index % 4 == 2 ? part.z : part.w;
     }
+
+    __device__ void quarter(int j, unsigned &first, unsigned &second) const {
+        first = pair(2 * j);
+        second = pair(2 * j + 1);
+    }
+
+    __device__ static uint4 arrange(uint4 x) { return x; }
 
     __device__ unsigned mix() const { return low.x ^ low.y ^ low.z ^ low.w ^ high.x ^ high.y ^ high.z ^ high.w; }
 };

@@ -5,13 +5,24 @@
 // additions for every T and every grid, and no sum is atomic. docs/kernels.md says why it is cut this way.
 #pragma once
 #include "linear_task.cuh"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#include "encodings_ada.cuh"
+using Fp4Lane = AdaNvfp4;
+using Fp8Lane = AdaFp8;
+using Fp8BlocksLane = AdaFp8Blocks;
+#else
+#include "encodings.cuh"
+using Fp4Lane = Nvfp4;
+using Fp8Lane = Fp8;
+using Fp8BlocksLane = Fp8Blocks;
+#endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #include "linear_ampere.cuh"
-template <class Weight, bool> using Turns = AmpereTurns<Weight>;
+template <class Weight, int kTiles, bool> using Turns = AmpereTurns<Weight, kTiles>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
 #else
 #include "linear_volta.cuh"
-template <class Weight, bool kAhead> using Turns = VoltaTurns<Weight, kAhead>;
+template <class Weight, int kTiles, bool kAhead> using Turns = VoltaTurns<Weight, kTiles, kAhead>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
 #endif
 
@@ -33,7 +44,7 @@ template <int kTiles> using Partial = float[kWarps][kTiles * kTokens][kRows + 1]
 
 // The products of one warp with one band.
 template <class Weight, int kTiles, bool kAhead>
-__device__ void multiply_band(Turns<Weight, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
+__device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
                               Partial<kTiles> &partial) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -44,22 +55,22 @@ __device__ void multiply_band(Turns<Weight, kAhead> &walk, const Task &task, con
             const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
             const float scale = __ldg(matrix.block_scales + block);
             float products[kTiles][8] = {};
-            walk.template multiply<kTiles>(products, task, turn);
+            walk.multiply(products, turn);
 #pragma unroll
             for (int index = 0; index < kTiles * 8; ++index) {
                 sum[index / 8][index % 8] = fmaf(scale, products[index / 8][index % 8], sum[index / 8][index % 8]);
             }
         } else {
-            walk.template multiply<kTiles>(sum, task, turn);
+            walk.multiply(sum, turn);
         }
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int token = tile * kTokens + Turns<Weight, kAhead>::token(lane, i);
+            const int token = tile * kTokens + Turns<Weight, kTiles, kAhead>::token(lane, i);
             if (token < task.tokens) {
-                partial[warp][token][Turns<Weight, kAhead>::row(lane, i)] = sum[tile][i];
+                partial[warp][token][Turns<Weight, kTiles, kAhead>::row(lane, i)] = sum[tile][i];
             }
         }
     }
@@ -93,7 +104,7 @@ template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes 
 __device__ __forceinline__ void run(const Task &task, Items items) {
     Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
     constexpr int kMine = kTiles * kTokens * kRows / (kWarps * 32); // outputs of a thread and band
-    Turns<Weight, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
+    Turns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
         float gate[kMine] = {};
@@ -135,13 +146,13 @@ template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, 
         int band;
         switch (matrix_of(task, item, 0, band).encoding) {
         case kNvfp4:
-            run_one<Nvfp4, kTiles>(task, item);
+            run_one<Fp4Lane, kTiles>(task, item);
             break;
         case kFp8:
-            run_one<Fp8, kTiles>(task, item);
+            run_one<Fp8Lane, kTiles>(task, item);
             break;
         case kFp8Blocks:
-            run_one<Fp8Blocks, kTiles>(task, item);
+            run_one<Fp8BlocksLane, kTiles>(task, item);
             break;
         default:
             run_one<Half, kTiles>(task, item);
@@ -154,8 +165,8 @@ template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, 
         call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
     }
 #define LINEARS(tokens, tiles)                                                                                         \
-    LINEAR(linear_nvfp4_##tokens, (run<Nvfp4, tiles>), kBlocks[tiles - 1])                                             \
-    LINEAR(linear_fp8_##tokens, (run<Fp8, tiles>), kBlocks[tiles - 1])                                                 \
-    LINEAR(linear_fp8_blocks_##tokens, (run<Fp8Blocks, tiles>), tiles == 3 ? 1 : kBlocks[tiles - 1])                   \
+    LINEAR(linear_nvfp4_##tokens, (run<Fp4Lane, tiles>), kBlocks[tiles - 1])                                             \
+    LINEAR(linear_fp8_##tokens, (run<Fp8Lane, tiles>), kBlocks[tiles - 1])                                                 \
+    LINEAR(linear_fp8_blocks_##tokens, (run<Fp8BlocksLane, tiles>), tiles == 3 ? 1 : kBlocks[tiles - 1])                   \
     LINEAR(linear_half_##tokens, (run<Half, tiles>), tiles == 3 ? 1 : 2)                                                                \
     LINEAR(linear_any_##tokens, run_any<tiles>, tiles == 3 ? 1 : 2)

@@ -77,18 +77,21 @@ struct Walk {
     __device__ int turns() const { return (task.groups + kTurn - 1) / kTurn; }
     __device__ bool done() const { return item >= items.end; }
 
-    __device__ void next() {
+    // True if another band begins.
+    __device__ bool next() {
         turn += kWarps;
-        if (turn >= turns()) {
-            turn = threadIdx.x / 32;
-            if (task.epilogue != kSwiglu || part == 1) {
-                item += items.step;
-                part = 0;
-            } else {
-                part = 1;
-            }
-            find_band();
+        if (turn < turns()) {
+            return false;
         }
+        turn = threadIdx.x / 32;
+        if (task.epilogue != kSwiglu || part == 1) {
+            item += items.step;
+            part = 0;
+        } else {
+            part = 1;
+        }
+        find_band();
+        return true;
     }
 
     __device__ void find_band() {

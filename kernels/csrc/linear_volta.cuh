@@ -5,7 +5,7 @@
 #include "volta.cuh"
 
 // kAhead: the next turn is loaded before this one is multiplied, for twice the registers.
-template <class Weight, bool kAhead> struct VoltaTurns {
+template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
     Walk ahead;
     Weight next[kTurn];
 
@@ -41,7 +41,8 @@ template <class Weight, bool kAhead> struct VoltaTurns {
     }
 
     // Adds the products of a warp's next turn, which is turn `turn` of the band.
-    template <int kTiles> __device__ void multiply(float (&sum)[kTiles][8], const Task &task, int turn) {
+    __device__ void multiply(float (&sum)[kTiles][8], int turn) {
+        const Task &task = ahead.task;
         const int lane = threadIdx.x % 32;
         const int own_token = lane % 4 + lane / 16 * 4;
         Weight now[kTurn];

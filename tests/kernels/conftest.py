@@ -19,7 +19,7 @@ from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4
 
 EMULATOR = Path(__file__).with_name("emulator.hpp")
 REPLACED = ("volta.cuh", "ampere.cuh")  # instructions that C++ cannot name: the emulator has them
-HOST_ARCHES = {"volta": 700, "ampere": 800}
+HOST_ARCHES = {"volta": 700, "ampere": 800, "ada": 890}
 
 
 @dataclass

@@ -121,12 +121,19 @@ inline void multiply_16x8(float *sum, unsigned a0, unsigned a1, unsigned a2, uns
 
 // Copies happen when they are waited for, at the latest possible time: a read that does not wait finds old bytes.
 struct Copy {
-    void *shared;
-    const void *global;
+    unsigned char *shared;
+    const unsigned char *global;
     bool valid;
 };
+using SharedAddress = unsigned char *;
+inline SharedAddress shared_address(void *shared) { return static_cast<unsigned char *>(shared); }
+inline unsigned shared_1(SharedAddress address) { return *address; }
+inline uint2 shared_8(SharedAddress address) { return *reinterpret_cast<uint2 *>(address); }
+inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *>(address); }
+inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
 static thread_local std::vector<std::vector<Copy>> groups(1);
-inline void copy_async(void *shared, const void *global, bool valid) { groups.back().push_back({shared, global, valid}); }
+inline void copy_async(SharedAddress shared, const unsigned char *global) { groups.back().push_back({shared, global, true}); }
+inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
 inline void commit_copies() { groups.emplace_back(); }
 template <int pending> void wait_copies() {
     while (int(groups.size()) - 1 > pending) {
@@ -141,6 +148,22 @@ template <int pending> void wait_copies() {
     }
     pthread_barrier_wait(&warp_barriers[threadIdx.x / 32]); // the __syncwarp that must follow
 }
+
+inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
+    unsigned result = 0;
+    for (int byte = 0; byte < 4; ++byte) {
+        result |= unsigned(both >> (selector >> 4 * byte & 7) * 8 & 0xFF) << 8 * byte;
+    }
+    return result;
+}
+
+inline unsigned e4m3_half(unsigned byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float magnitude = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+    return to_half(byte & 0x80 ? -magnitude : magnitude);
+}
+inline unsigned e4m3_pair(unsigned short bytes) { return e4m3_half(bytes & 0xFF) | e4m3_half(bytes >> 8) << 16; }
 
 inline float half_value(unsigned bits) { return from_half(bits & 0xFFFF); }
 inline unsigned short half_bits(float value) { return std::isfinite(value) ? to_half(value) : value > 0 ? 0x7C00 : 0xFC00; }
