@@ -1,5 +1,6 @@
 """Linears for many tokens: tiles to plain fp16 in a scratch buffer, then the vendor's matrix product.
 
+Some tokens more than the decode linear takes are cheaper as several of it. Beyond:
 out[t, n] = sum_k x[t, k] * fp16(W[n, k] * s[n]), summed in float32 by the vendor's library, rounded to fp16. The weights are
 dequantised at a power of two that brings the largest near 4, and the product is multiplied back in float32, so that
 neither small nor large scales leave fp16's range. Bits may depend on T: prefill promises none.
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
+from .linear import MAX_TOKENS, linear
 from .module import load
 from .task import matrix_of
 from .weights import BAND, GROUP, Fp8BlockWeight, Nvfp4Weight, Weight, check
 
 SOURCE = "dequantise.cu"
+FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens
 SCRATCH_BYTES = 96 << 20  # of plain weights at a time
 _LARGEST = {"nvfp4": 6.0 * 448.0, "fp8": 448.0, "fp8_blocks": 448.0, "half": 65504.0}
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
@@ -32,6 +35,11 @@ def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
     out = _checked_output(x, weight, out)
     if x.device.type != "cuda":
         raise InputError(f"x is on {x.device}: this kernel runs on a CUDA device; the reference runs on any.")
+    if x.shape[0] <= FEW_TOKENS:
+        for first in range(0, x.shape[0], MAX_TOKENS):
+            few = slice(first, first + MAX_TOKENS)
+            linear(x[few], weight, out[few], dtype=torch.float16)
+        return out
     rows, columns = weight.shape
     exponent = half_exponent(weight)
     bands = weight.words.shape[0]

@@ -3,7 +3,8 @@
 // kBytes: of a row of a tile. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
 // such that the lanes' reads of four tiles meet all banks. kStages: of the ring of such tiles. `load` reads global memory,
 // `take` a tile in shared memory; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
-// `arrange` the activations of eight columns in the same order. `mix` stands for all arithmetic where that is measured.
+// `arrange` the activations of eight columns in the same order. `drop_lower` puts columns
+// 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
 #pragma once
 #include "decode.cuh"
 #include "linear_task.cuh"
@@ -16,7 +17,7 @@
 #define FP8_STAGES 3
 #endif
 #ifndef HALF_STAGES
-#define HALF_STAGES 2
+#define HALF_STAGES 3
 #endif
 
 struct Nvfp4 {
@@ -52,6 +53,8 @@ struct Nvfp4 {
 
     __device__ static uint4 arrange(uint4 x) { return x; }
 
+    __device__ void drop_lower() { codes.x = codes.y; }
+
     __device__ unsigned mix() const { return codes.x ^ codes.y ^ factor; }
 };
 
@@ -83,6 +86,8 @@ struct Fp8 {
     }
 
     __device__ static uint4 arrange(uint4 x) { return x; }
+
+    __device__ void drop_lower() { values.x = values.z, values.y = values.w; }
 
     __device__ unsigned mix() const { return values.x ^ values.y ^ values.z ^ values.w; }
 };
@@ -129,6 +134,8 @@ struct Half {
     }
 
     __device__ static uint4 arrange(uint4 x) { return x; }
+
+    __device__ void drop_lower() { low = high; }
 
     __device__ unsigned mix() const { return low.x ^ low.y ^ low.z ^ low.w ^ high.x ^ high.y ^ high.z ^ high.w; }
 };

@@ -30,8 +30,19 @@ __device__ __forceinline__ unsigned short half_bits(float value) {
 
 __device__ __forceinline__ float half_value(unsigned bits) {
     float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits))); // the lower half
     return value;
+}
+
+// Two fp16 nearest to two values, the first in the lower half.
+__device__ __forceinline__ unsigned half_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return half_bits(low) | static_cast<unsigned>(half_bits(high)) << 16;
+#endif
 }
 
 // The shared memory whose size the launch gives.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from duovolt.kernels.linear import THREADS, linear_reference, linears_reference, swiglu_reference
-from duovolt.kernels.task import FLOAT, HALF, SWIGLU, Task, task
+from duovolt.kernels.task import FLOAT, HALF, SWIGLU, Task, matrix_of, task
 from duovolt.kernels.weights import HalfWeight, Nvfp4Weight
 
 ENCODINGS = ("nvfp4", "fp8", "fp8_blocks", "half", "bf16")
@@ -19,12 +19,17 @@ def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blo
     filled = task(x, weights, outs, epilogue, residuals, overflows)
     kinds = {weight.encoding for weight in weights}
     kernel = getattr(library, f"linear_{kinds.pop() if len(kinds) == 1 else 'any'}_{-(-x.shape[0] // 8) * 8}")
-    tensors = [x] + [t for w in weights for t in (w.words, getattr(w, "block_scale", None), w.__dict__.get("scale"))]
-    ranges = [n for t in tensors if t is not None for n in (t.data_ptr(), t.nbytes)]
+    ranges = [x.data_ptr(), x.nbytes, *ranges_of(weights)]
     array = (ctypes.c_size_t * len(ranges))(*ranges)
     assert library.size_of_task() == ctypes.sizeof(Task)
     blocks = filled.items if blocks is None else blocks
     assert library.emulate_linear(kernel, blocks, THREADS, ctypes.byref(filled), len(ranges) // 2, array) == 0
+
+
+def ranges_of(weights) -> list[int]:
+    """Address and size of everything that may be read of them."""
+    tensors = [t for w in weights for t in (w.words, getattr(w, "block_scale", None), w.__dict__.get("scale"))]
+    return [n for t in tensors if t is not None for n in (t.data_ptr(), t.nbytes)]
 
 
 def guarded(tokens: int, rows: int, dtype=torch.float32) -> torch.Tensor:
@@ -145,6 +150,27 @@ def test_extremes_of_every_encoding_survive(host_kernels, encode, encoding):
     np.testing.assert_array_equal(
         product(host_kernels, x, sample.weight)[0], (sample.exact[:, 3] / 8).astype(np.float32)
     )
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_dequantised_tiles(host_kernels, encode, encoding):
+    rng = np.random.default_rng(11)
+    rows = 90 if encoding == "half" else 96
+    sample = encode(encoding, rng.standard_normal((rows, 16 * 37)).astype(np.float32))
+    weight, bands, groups = sample.weight, 2, 37
+    out = torch.full((bands * 32 + 2, 16 * groups), -7.0, dtype=torch.float16)
+    filled = matrix_of(weight)
+    kernel = getattr(host_kernels, f"dequantise_{weight.encoding}")
+    ranges = ranges_of([weight])
+    factor = ctypes.c_float(0.5)
+    stray = host_kernels.emulate_dequantise(
+        *(kernel, 2, bands, ctypes.byref(filled), ctypes.c_void_p(out[1:].data_ptr()), groups, 1, factor),
+        *(len(ranges) // 2, (ctypes.c_size_t * len(ranges))(*ranges)),
+    )
+    assert stray == 0 and (out[0] == -7).all() and (out[-1] == -7).all()
+    expected = np.zeros((bands * 32, 16 * groups))
+    expected[: rows - 32] = sample.exact[32:] * 0.5
+    np.testing.assert_array_equal(out[1:-1].numpy(), expected.astype(np.float32).astype(np.float16))
 
 
 def test_bf16_keeps_every_value_within_thirty_powers_of_two_of_the_largest():

@@ -11,7 +11,7 @@ from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.kernels.linear import linear, linears, prepare, swiglu
 from duovolt.kernels.module import PORTABLE, arches_for, forced_arch
 from duovolt.kernels.prefill import linear_block
-from duovolt.kernels.tuning import STAGES, Choice
+from duovolt.kernels.tuning import STAGES, Choice, using
 from duovolt.kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight
 
 pytestmark = [
@@ -96,7 +96,7 @@ def test_against_float64_and_same_bits_for_every_token_count(encode, arch, encod
     print(f"\n{arch} {encoding} {rows} x {shape[1]} {kind}: L2 {worst_l2:.1e}, error / |W||x| {worst:.1e}", end="")
 
 
-def test_one_launch_of_several_has_the_bits_of_each_alone_on_any_grid_and_ring(encode, monkeypatch):
+def test_one_launch_of_several_has_the_bits_of_each_alone_on_any_grid_and_ring(encode, arch):
     rng = np.random.default_rng(3)
     rows = {"fp8": 320, "nvfp4": 96, "half": 24, "bf16": 24, "fp8_blocks": 128}
     weights = [on_gpu(encode(e, matrix("normal", (n, 1024), rng)).weight) for e, n in rows.items()]
@@ -110,10 +110,12 @@ def test_one_launch_of_several_has_the_bits_of_each_alone_on_any_grid_and_ring(e
         assert (wide[:, -1] == -7).all()
     for stages, blocks in ((2, 1), (5, 2)):
         chosen = Choice({name: min(stages, 3) if name == "half" else stages for name in STAGES}, blocks)
-        monkeypatch.setattr("duovolt.kernels.linear.choice", lambda device, chosen=chosen: chosen)
-        for weight, one in zip(weights, alone, strict=True):
-            twice = linears(x[:4], [weight] * 8)
-            assert all(torch.equal(bits(out), bits(one[:4])) for out in twice)
+        if arch == PORTABLE:  # rings are for newer cards, and the prebuilt PTX knows the defaults only
+            chosen = Choice(blocks_a_sm=blocks)
+        with using(chosen):
+            for weight, one in zip(weights, alone, strict=True):
+                twice = linears(x[:4], [weight] * 8)
+                assert all(torch.equal(bits(out), bits(one[:4])) for out in twice)
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
@@ -151,13 +153,10 @@ def test_many_tokens(encode, encoding, tokens):
     rows = 100 if encoding == "half" else 352
     for size in (1.0, 1e-9, 100.0):
         sample = encode(encoding, matrix("normal", (rows, 560), rng) * np.float32(size))
-        x = activations("normal", 560, rng, tokens)
+        x = activations("normal", 560, rng, tokens) * (1000 if size < 1 else 1)
         expected = x.double() @ torch.from_numpy(sample.exact).cuda().t()
-        if float(expected.abs().max()) < 1e-4:
-            x, expected = x * 60000 / x.abs().max(), None
-            expected = x.double() @ torch.from_numpy(sample.exact).cuda().t()
         error = linear_block(x, on_gpu(sample.weight)).double() - expected
-        # fp16 cannot hold results below 2^-24 any better than that.
+        # fp16 holds results below 2^-14 in steps of 2^-24 only.
         assert float(error.norm()) <= 1e-3 * float(expected.norm()) + 2.0**-25 * expected.numel() ** 0.5
 
 
