@@ -26,6 +26,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--lanes", type=_integer(1, 4), default=1, help="answers made at once, 1 to 4 (default: 1)")
     add("--drafts", type=_integer(0, 5), default=3, help="tokens drafted a round, 0 to 5 (default: 3)")
+    add(
+        "--draft-head",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="draw drafts with the recipe's reduced head (default: auto, where there is one)",
+    )
     add("--drafts-from", type=Path, metavar="FILE", help="JSON list of lists: the drafts of each round (for tests)")
     add("--prefill-chunk", type=_integer(1), default=512, help="prompt tokens a step (default: 512)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..checkpoint.bands import CanonicalReader
 from ..checkpoint.errors import InputError
+from .draft import prove_draft_head
 from .ranks import RankSet, open_ranks, prove_lineage, prove_partition, prove_replicas, rank_directories
 from .report import Report
 from .scan import prove_bytes
@@ -57,6 +58,8 @@ def verify(
         joined = prove_joined(rank_set, whole, report, tell)
         if converted is None and joined is not None:
             reader, view = joined, rank_set.views[0]
+    if reader is not None and view is not None:
+        prove_draft_head(view, reader, report)
     if source is not None:
         checkpoint = open_source(source, report)
         if checkpoint is None or reader is None or view is None:
