@@ -76,8 +76,10 @@ def settle(args: argparse.Namespace, options: Sequence[Option]) -> dict[str, Any
 
     Raises InputError for unknown names, with the nearest known one, and for values that an option does not take.
     """
-    given = {option.field: getattr(args, option.field) for option in options if hasattr(args, option.field)}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    given = {option.field: getattr(args, option.field, None) for option in options}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
+    }
     variables = _environment(options)
     path = args.config or (Path(text) if (text := os.environ.get(f"{PREFIX}CONFIG")) else None)
     return (_file(path, options) if path is not None else {}) | variables | given

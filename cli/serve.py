@@ -19,7 +19,7 @@ EXAMPLE = """examples:
 --backend scripted:FILE answers from JSON lines {"blocks": [[ids...], ...], "delay_ms": 0} (for tests)."""
 
 
-def _options() -> list[Option]:
+def server_options() -> list[Option]:
     return [
         Option("backend", str, "auto, reference or scripted:FILE (default: auto)"),
         Option("max-context", _integer(2), "tokens of prompt and answer together (default: the model's, up to 32768)"),
@@ -48,7 +48,11 @@ def _options() -> list[Option]:
             many=True,
         ),
         Option(
-            "log-requests", str, "append a line of JSON a request to FILE, or - for standard output", metavar="FILE"
+            "log-requests",
+            Path,
+            "append a line of JSON a request to FILE, or - for standard output",
+            metavar="FILE",
+            place=True,
         ),
         Option("log-content", truth, "also log what was asked and answered (default: no)"),
         Option("max-waiting", _integer(0), "requests that may wait for a lane (default: 64)"),
@@ -63,18 +67,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "ranks",
         type=Path,
         nargs="?",
-        default=argparse.SUPPRESS,
         metavar="RANKS",
         help="folder that holds rank-0-of-N ..., or one rank-0-of-1",
     )
-    add_options(parser, _options())
+    add_options(parser, server_options())
 
 
 def run(args: argparse.Namespace) -> int:
     from ..runtime.proxy.options import ServeOptions
     from ..runtime.proxy.server import serve
 
-    given = settle(args, [*_options(), Option("ranks", Path, "", metavar="a folder", place=True)])
+    given = settle(args, [*server_options(), Option("ranks", Path, "", metavar="a folder", place=True)])
     if "ranks" not in given:
         raise InputError("RANKS is missing: name the folder of ranks, or set ranks in --config FILE or DUOVOLT_RANKS.")
     if given.get("log_content") and "log_requests" not in given:

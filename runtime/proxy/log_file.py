@@ -19,9 +19,9 @@ _MODE = 0o600  # lines may hold what people asked
 class LogFile:
     """Lines appended to `target`, a path or "-" for standard output. A file that was moved away is begun anew."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: Path) -> None:
         """Raises InputError if the file cannot be opened."""
-        self._path = None if target == "-" else Path(target)
+        self._path = None if str(target) == "-" else target
         self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
         self._complained = False
         self.lost = 0

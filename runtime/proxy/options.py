@@ -10,7 +10,7 @@ from pathlib import Path
 class ServeOptions:
     """As `duovolt serve --help` tells.
 
-    `max_context` None means the model's own limit, at most 32768; `log_requests` is a file's path or "-".
+    `max_context` None means the model's own limit, at most 32768; `log_requests` of "-" is standard output.
     """
 
     ranks: Path
@@ -26,7 +26,7 @@ class ServeOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cors_origin: tuple[str, ...] = ()
-    log_requests: str | None = None
+    log_requests: Path | None = None
     log_content: bool = False
     max_waiting: int = 64
     drain_seconds: float = 10.0
