@@ -70,7 +70,8 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
     )
     engine = load_engine(options.dir, collective, settings)
     rows = engine.model.draft_rows
-    return engine, {"kv": "float32", "draft_head": f"{rows}-rows" if rows else "full"}
+    pages = str(2 * engine.cache.pages)  # the main layers' and the MTP layer's
+    return engine, {"kv": "float32", "kv_pages": pages, "draft_head": f"{rows}-rows" if rows else "full"}
 
 
 def versions(backend: str) -> dict[str, str]:
