@@ -7,7 +7,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -20,7 +20,7 @@ from ..checkpoint.container import ITEMSIZE, NUMPY_DTYPE, TensorEntry, blocks
 from ..checkpoint.digest import digest_file, digest_json, json_bytes
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings.plain import LARGEST, from_float32, to_float32
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata
 from ..checkpoint.layouts import ROWS
 from ..checkpoint.manifest import (
@@ -39,6 +39,7 @@ from .draft_head import DraftHead
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .quantisers import QUANTISERS, Quantiser, compiled
 from .quantisers.bands import BandEncoder
+from .quantisers.flushed import Flushed
 from .recipe import Recipe
 from .repack import repacked
 from .source import MTP, Advance, Source, SourceFacts, require_unchanged, row_band, scan
@@ -49,7 +50,10 @@ SPOOL_BYTES = 32 << 20  # block scales of one tensor held in memory while its wo
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did: the manifest, sizes in bytes, files that an interrupted run had already finished."""
+    """What `convert` did: the manifest, sizes in bytes, files that an interrupted run had already finished.
+
+    `flushed`: weight -> how many of its values became zero, for what was quantised.
+    """
 
     manifest: Manifest
     source_bytes: int
@@ -58,6 +62,7 @@ class ConversionReport:
     already_done: bool
     notices: list[str]
     arithmetic: str = ""
+    flushed: dict[str, Flushed] = field(default_factory=dict)
 
 
 def conversion_id(
@@ -71,7 +76,7 @@ def conversion_id(
         {
             "format_version": FORMAT_VERSION,
             "family": FAMILY,
-            "recipe": recipe.resolved(),
+            "recipe": recipe.deciding(),
             "tensors": tensors,
             "side_files": side,
         }
@@ -151,9 +156,12 @@ class _Converter:
         global_scales: dict[str, np.float32],
         workers: int,
         advance: Advance,
+        max_flushed_share: float,
     ) -> None:
+        self.max_flushed_share = max_flushed_share
         self.plan, self.facts, self.advance = plan, facts, advance
         self.encoder, self.global_scales, self.workers = encoder, global_scales, workers
+        self.flushed: dict[str, Flushed] = {}
         self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
 
     def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
@@ -180,7 +188,8 @@ class _Converter:
                     while block := spool.read(SPOOL_BYTES):
                         writer.write(block)
             record = writer.close()
-        stage.finished(name, record, {"digests": writer.digests})
+        flushed = {t.name: asdict(self.flushed[t.name]) for t in tensors if t.name in self.flushed}
+        stage.finished(name, record, {"digests": writer.digests, "flushed": flushed})
         return writer.digests
 
     def _blocks(self, entry: TensorEntry, block_bytes: int) -> Iterator[memoryview]:
@@ -233,18 +242,26 @@ class _Converter:
         entry = part.origin
         scale = self._scale(part)
         block_scale = self.block_scales.get(part.spec.name)
-        pending: deque[Future[tuple[np.ndarray, np.ndarray | None]]] = deque()
+        pending: deque[Future[tuple[np.ndarray, np.ndarray | None, int]]] = deque()
+        nonzero = 0
 
         def take() -> None:
-            words, scales = pending.popleft().result()
+            nonlocal nonzero
+            words, scales, count = pending.popleft().result()
+            nonzero += count
             writer.write(words)
             if scales is not None:
                 spool.write(np.ascontiguousarray(scales).data)
 
-        def work(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray | None]:
+        def work(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray | None, int]:
+            scales: np.ndarray | None = None
             if block_scale is None:
-                return self.encoder.fp8(rows, entry.dtype, scale[first : first + len(rows)], part.layout), None
-            return self.encoder.nvfp4(rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout)
+                words = self.encoder.fp8(rows, entry.dtype, scale[first : first + len(rows)], part.layout)
+            else:
+                words, scales = self.encoder.nvfp4(
+                    rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout
+                )
+            return words, scales, self.encoder.nonzero(words, part.encoding)
 
         first = 0
         for band in self._bands(part):
@@ -255,6 +272,21 @@ class _Converter:
                 take()
         while pending:
             take()
+        if part.gather is None:  # a draft head's rows are counted in the head
+            there = self.facts.tensors[entry.name].nonzero
+            self.flushed[part.spec.name] = Flushed(part.encoding, there, there - nonzero)
+            self._require_kept(part)
+
+    def _require_kept(self, part: PlannedPart) -> None:
+        """Raises CheckFailed if too many values became zero: the encoding does not suit the tensor."""
+        found = self.flushed[part.spec.name]
+        if found.share > self.max_flushed_share:
+            raise CheckFailed(
+                f"{part.origin.path}: tensor {part.origin.name!r}: {found.lost:,} of {found.nonzero:,} non-zero values "
+                f"({found.share:.1%}) became zero in {part.encoding}; the recipe's max_flushed_share is "
+                f"{self.max_flushed_share:.0%}. Give the tensor another encoding (a rule that names it, `keep`), or raise "
+                "the limit; then remove the unfinished directory and convert again."
+            )
 
 
 def _side_files(source: Source) -> dict[str, str]:
@@ -336,13 +368,14 @@ def convert(
         return done
     with StageDirectory(target, run_name) as stage, ThreadPoolExecutor(workers) as pool:
         encoder = BandEncoder(recipe.quantiser, loops)
-        converter = _Converter(plan, facts, encoder, global_scales, workers, advance)
+        converter = _Converter(plan, facts, encoder, global_scales, workers, advance, recipe.max_flushed_share)
         digests: dict[str, str] = {}
         with disk_errors(target):
             for name, tensors in plan.files:
                 note = stage.resume(name)
                 if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:
                     digests |= note["digests"]
+                    converter.flushed |= {n: Flushed(**found) for n, found in note.get("flushed", {}).items()}
                     origins = {part.origin.name: part.origin for part in (plan.parts[t.name] for t in tensors)}
                     advance(sum(entry.nbytes for entry in origins.values()))
                 else:
@@ -368,5 +401,12 @@ def convert(
         )
         sealed = stage.seal(manifest)
         return ConversionReport(
-            sealed, source.nbytes, plan.nbytes, stage.resumed, False, source.notices, str(loops) if words else ""
+            sealed,
+            source.nbytes,
+            plan.nbytes,
+            stage.resumed,
+            False,
+            source.notices,
+            str(loops) if words else "",
+            dict(sorted(converter.flushed.items())),
         )
