@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint.errors import InputError
 from ..convert.pipeline import ConversionReport, convert
+from ..convert.quantisers.encoders import DEVICES
 from ..convert.recipe import load_recipe
 from ..convert.source import Source
 from .progress import byte_bar
@@ -32,6 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arithmetic", choices=("auto", "compiled", "numpy"), default="auto",
         help="how values are quantised, the same bytes at another speed (default: auto, compiled if it pays)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto",
+        help="where values are quantised, the same bytes (default: auto, a CUDA card if there is one and enough to do)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON, tensor by tensor")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
@@ -86,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe)
     total = 2 * Source.open(args.source, args.mtp_from).nbytes
     with byte_bar("convert", total, args.quiet) as advance:
-        report = convert(args.source, args.target, recipe, args.workers, advance, args.mtp_from, args.arithmetic)
+        report = convert(
+            args.source, args.target, recipe, args.workers, advance, args.mtp_from, args.arithmetic, args.device
+        )
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
     if not args.quiet:

@@ -37,14 +37,14 @@ from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
 from .draft_head import DraftHead
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
-from .quantisers import QUANTISERS, Quantiser, compiled
-from .quantisers.bands import BandEncoder
+from .quantisers import QUANTISERS, Quantiser
+from .quantisers.encoders import Encoder, choose_encoder
 from .quantisers.flushed import Flushed
 from .recipe import Recipe
 from .repack import repacked
 from .source import MTP, Advance, Source, SourceFacts, require_unchanged, row_band, scan
 
-BAND_BYTES = 4 << 20  # source bytes quantised at a time by one thread; float32 temporaries are a few times larger
+BAND_BYTES = 4 << 20  # source bytes copied or repacked at a time
 SPOOL_BYTES = 32 << 20  # block scales of one tensor held in memory while its words are written
 
 
@@ -152,7 +152,7 @@ class _Converter:
         self,
         plan: ConversionPlan,
         facts: SourceFacts,
-        encoder: BandEncoder,
+        encoder: Encoder,
         global_scales: dict[str, np.float32],
         workers: int,
         advance: Advance,
@@ -161,6 +161,7 @@ class _Converter:
         self.max_flushed_share = max_flushed_share
         self.plan, self.facts, self.advance = plan, facts, advance
         self.encoder, self.global_scales, self.workers = encoder, global_scales, workers
+        self.in_flight = min(workers + 1, encoder.most_at_once or workers + 1)
         self.flushed: dict[str, Flushed] = {}
         self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
 
@@ -200,19 +201,19 @@ class _Converter:
             yield block
         require_unchanged(entry, self.facts.tensors[entry.name].digest, digest.hexdigest())
 
-    def _bands(self, part: PlannedPart) -> Iterator[np.ndarray]:
+    def _bands(self, part: PlannedPart, band_bytes: int) -> Iterator[np.ndarray]:
         """The source's words that a part is made of, [rows, words], in bands of whole tile rows."""
         entry = part.origin
         whole = (
             np.frombuffer(block, NUMPY_DTYPE[entry.dtype]).reshape(-1, entry.nbytes // ITEMSIZE[entry.dtype] // rows)
             for rows in (entry.shape[0],)
-            for block in self._blocks(entry, row_band(entry, BAND_BYTES, ROWS))
+            for block in self._blocks(entry, row_band(entry, band_bytes, ROWS))
         )
         return whole if part.gather is None else gathered(whole, part.gather)
 
     def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
         dtype = part.origin.dtype
-        for block in self._blocks(part.origin, BAND_BYTES) if part.gather is None else self._bands(part):
+        for block in self._blocks(part.origin, BAND_BYTES) if part.gather is None else self._bands(part, BAND_BYTES):
             if dtype == part.stored.dtype:  # never through arithmetic, which might touch a NaN's payload
                 writer.write(block)
             else:
@@ -231,7 +232,7 @@ class _Converter:
     def _repack(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor) -> None:
         pending: deque[Future[np.ndarray]] = deque()
         whole = self._blocks(part.origin, row_band(part.origin, BAND_BYTES, ROWS))
-        for block in whole if part.gather is None else (band.tobytes() for band in self._bands(part)):
+        for block in whole if part.gather is None else (b.tobytes() for b in self._bands(part, BAND_BYTES)):
             pending.append(pool.submit(repacked, part, bytes(block)))
             if len(pending) > self.workers + 1:
                 writer.write(pending.popleft().result())
@@ -264,11 +265,11 @@ class _Converter:
             return words, scales, self.encoder.nonzero(words, part.encoding)
 
         first = 0
-        for band in self._bands(part):
+        for band in self._bands(part, self.encoder.band_bytes):
             rows = band.copy()
             pending.append(pool.submit(work, rows, first))
             first += len(rows)
-            if len(pending) > self.workers + 1:
+            if len(pending) > self.in_flight:
                 take()
         while pending:
             take()
@@ -337,12 +338,14 @@ def convert(
     advance: Advance,
     mtp_from: Path | None = None,
     arithmetic: str = "auto",
+    device: str = "auto",
     keep: Collection[str] | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
     `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
-    `arithmetic`: `auto`, `compiled` or `numpy`, the same bytes at another speed.
+    `arithmetic`: `auto`, `compiled` or `numpy`, and `device`: `auto`, `cpu` or `cuda`, give the same bytes at another
+    speed.
     `keep`: repair a finished `target`: these of its files are proved right, the others are written again.
 
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
@@ -355,9 +358,10 @@ def convert(
         require_space(target, plan.nbytes)
     words = [part for part in plan.parts.values() if part.part == "words" and not part.imported]
     with ThreadPoolExecutor(1) as aside:  # numba takes a second to load, in which the source can be read
-        loading = aside.submit(compiled.choose, arithmetic, sum(part.origin.nbytes for part in words))
+        nbytes = sum(part.origin.nbytes for part in words)
+        loading = aside.submit(choose_encoder, recipe.quantiser, arithmetic, device, nbytes)
         facts = scan(source, workers, advance)
-    loops = loading.result()
+    encoder = loading.result()
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source), plan.draft)
@@ -367,7 +371,6 @@ def convert(
     if (done := _already_done(target, identity, source)) is not None:
         return done
     with StageDirectory(target, run_name) as stage, ThreadPoolExecutor(workers) as pool:
-        encoder = BandEncoder(recipe.quantiser, loops)
         converter = _Converter(plan, facts, encoder, global_scales, workers, advance, recipe.max_flushed_share)
         digests: dict[str, str] = {}
         with disk_errors(target):
@@ -407,6 +410,6 @@ def convert(
             stage.resumed,
             False,
             source.notices,
-            str(loops) if words else "",
+            str(encoder) if words else "",
             dict(sorted(converter.flushed.items())),
         )

@@ -12,6 +12,7 @@ from . import QUANTISERS, search
 from .compiled import Loops
 from .flushed import FIELDS, nonzero_codes
 
+BAND_BYTES = 4 << 20  # quantised at a time by one thread; float32 temporaries are a few times larger
 COMPILED = {"default", "search"}  # quantisers that have loops; the libraries' are rarely wanted in bulk
 _TILED = {CANONICAL: False, "v100-nvfp4": True, "v100-scale": True, "v100-fp8": True}
 
@@ -26,6 +27,19 @@ class BandEncoder:
 
     quantiser: str
     loops: Loops
+
+    @property
+    def band_bytes(self) -> int:
+        """Source bytes wanted at a time."""
+        return BAND_BYTES
+
+    @property
+    def most_at_once(self) -> int | None:
+        """Bands in flight, if fewer than there are workers."""
+        return None
+
+    def __str__(self) -> str:
+        return str(self.loops)
 
     def _compiled(self, columns: int, *layouts: str) -> bool:
         known = all(layout in _TILED for layout in layouts)
