@@ -26,10 +26,12 @@ from .digest import digest_bytes, digest_file, file_blocks
 from .directory import INDEX, MANIFEST
 from .errors import CheckFailed, EnvironmentFault, InputError
 from .manifest import FileRecord, Manifest
+from .writeback import begin_writeback
 
 LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
+WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
 
 _events = 0
 _events_lock = threading.Lock()
@@ -159,6 +161,7 @@ class AtomicFile:
     def __enter__(self) -> "AtomicFile":
         self._temporary.unlink(missing_ok=True)
         self._file = self._temporary.open("xb", buffering=0)
+        self._written = self._begun = 0
         if self.path.exists():
             os.fchmod(self._file.fileno(), self.path.stat().st_mode & 0o7777)
         return self
@@ -168,7 +171,12 @@ class AtomicFile:
         view = memoryview(data).cast("B")
         while len(view):
             write_event()
-            view = view[self._file.write(view) :]
+            count = self._file.write(view)
+            view = view[count:]
+            self._written += count
+        if self._written - self._begun >= WRITE_BEHIND:
+            begin_writeback(self._file.fileno(), self._begun, self._written - self._begun)
+            self._begun = self._written
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is not None:
