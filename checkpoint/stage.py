@@ -4,7 +4,8 @@ Files are written under temporary names beside their target, flushed, fsynced an
 finished, so that an interrupted stage resumes by re-hashing; the manifest is written last. A lock keeps two runs out.
 
 Test doors: DUOVOLT_STOP_AT_WRITE=N kills this process with SIGKILL at its N-th write, fsync or rename;
-DUOVOLT_COUNT_WRITES=FILE keeps their number in FILE.
+DUOVOLT_FAIL_AT_WRITE=N:ENOSPC (or another name of errno) lets that one fail; DUOVOLT_COUNT_WRITES=FILE keeps their
+number in FILE.
 """
 
 import errno
@@ -31,7 +32,11 @@ from .writeback import begin_writeback
 LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
+<<<<<<< HEAD
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
+=======
+WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
+>>>>>>> main
 
 _events = 0
 _events_lock = threading.Lock()
@@ -40,7 +45,7 @@ _events_lock = threading.Lock()
 def write_event() -> None:
     """Called before every write, fsync and rename of a stage: the place where the test doors act."""
     global _events
-    if not (os.environ.get("DUOVOLT_STOP_AT_WRITE") or os.environ.get("DUOVOLT_COUNT_WRITES")):
+    if not any(os.environ.get(door) for door in WRITE_DOORS):
         return
     with _events_lock:
         _events += 1
@@ -48,6 +53,10 @@ def write_event() -> None:
             Path(counter).write_text(f"{_events}\n")
         if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == int(stop):
             os.kill(os.getpid(), signal.SIGKILL)
+        at, _, name = os.environ.get("DUOVOLT_FAIL_AT_WRITE", "").partition(":")
+        if at and _events == int(at):
+            number = getattr(errno, name)
+            raise OSError(number, os.strerror(number))
 
 
 @contextmanager
@@ -177,6 +186,11 @@ class AtomicFile:
         if self._written - self._begun >= WRITE_BEHIND:
             begin_writeback(self._file.fileno(), self._begun, self._written - self._begun)
             self._begun = self._written
+
+    def skip(self, nbytes: int) -> None:
+        """Append a hole: `nbytes` that read as zeros and take no room on most file systems."""
+        write_event()
+        self._file.truncate(self._file.seek(nbytes, os.SEEK_CUR))
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is not None:

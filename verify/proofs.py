@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..checkpoint.bands import CanonicalReader
 from ..checkpoint.errors import InputError
+from .downloaded import prove_downloaded
 from .ranks import RankSet, open_ranks, prove_lineage, prove_partition, prove_replicas, rank_directories
 from .report import Report
 from .scan import BytesProofs, scan
@@ -15,7 +16,7 @@ from .whole import prove_joined
 Advance = Callable[[int], None]
 
 
-def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None) -> int:
+def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None, downloaded: Path | None = None) -> int:
     """About how many bytes `verify` will read, for a progress bar. Raises InputError for a missing directory.
 
     A source is compared with words that are read a second time, which is not counted.
@@ -26,7 +27,7 @@ def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None) 
             raise InputError(f"{directory}: not a directory.")
         return sum(child.stat().st_size for child in directory.iterdir() if child.is_file())
 
-    directories = [path for path in (source, converted) if path is not None]
+    directories = [path for path in (downloaded, source, converted) if path is not None]
     return sum(map(size, directories + (rank_directories(ranks) if ranks is not None else [])))
 
 
@@ -36,19 +37,25 @@ def verify(
     ranks: Path | None = None,
     advance: Advance | None = None,
     mtp_from: Path | None = None,
+    downloaded: Path | None = None,
 ) -> Report:
     """Prove what can be proved of a source, a converted directory, and the folder of its ranks (or one rank).
 
-    `mtp_from`: the second source that the MTP layer was taken from. `advance` is called with bytes read. The report
+    `mtp_from`: the second source that the MTP layer was taken from. `downloaded`: a directory that `download` wrote, the
+    source or another, to be compared with the hub's own digests. `advance` is called with bytes read. The report
     holds failures; InputError is raised only where there is nothing to check: a missing, unfinished or wrong kind of
     directory.
     """
-    if source is None and converted is None and ranks is None:
-        raise InputError("nothing to verify: give --source, --converted or --ranks, or several of them.")
-    if converted is None and ranks is None:
-        raise InputError(f"{source}: a source proves nothing alone. Give --converted or --ranks beside it.")
+    if source is None and converted is None and ranks is None and downloaded is None:
+        raise InputError("nothing to verify: give --downloaded, --source, --converted or --ranks, or several of them.")
+    if source is not None and converted is None and ranks is None:
+        raise InputError(
+            f"{source}: a source proves nothing alone. Give --converted or --ranks, or --downloaded for it."
+        )
     tell = advance or (lambda count: None)
     report = Report()
+    if downloaded is not None:
+        prove_downloaded(downloaded, report, tell)
     bytes_proofs: list[BytesProofs] = []
     whole = _converted(converted, report, bytes_proofs) if converted is not None else None
     rank_set = _ranks(ranks, report, bytes_proofs) if ranks is not None else None
