@@ -32,11 +32,8 @@ from .writeback import begin_writeback
 LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
-<<<<<<< HEAD
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
-=======
 WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
->>>>>>> main
 
 _events = 0
 _events_lock = threading.Lock()
