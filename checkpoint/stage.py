@@ -188,6 +188,7 @@ class AtomicFile:
         """Append a hole: `nbytes` that read as zeros and take no room on most file systems."""
         write_event()
         self._file.truncate(self._file.seek(nbytes, os.SEEK_CUR))
+        self._written += nbytes
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is not None:
