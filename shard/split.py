@@ -259,7 +259,7 @@ def shard(
     if rank is not None and not 0 <= rank < tp:
         raise InputError(f"--rank {rank}: with --tp {tp} ranks are 0 to {tp - 1}.")
     checkpoint, manifest = _open_converted(converted)
-    config = ModelConfig.from_dict(checkpoint.config, str(converted / "config.json"))
+    config = ModelConfig.of_stage(checkpoint.config, manifest, str(converted / "config.json"))
     wanted = range(tp) if rank is None else [rank]
     plans = {r: plan_rank(manifest, config, tp, r, str(converted / MANIFEST)) for r in wanted}
     ranks = [_Rank(dst / f"rank-{r}-of-{tp}", tp, r, groups, manifest) for r, groups in plans.items()]

@@ -6,6 +6,7 @@ from pathlib import Path
 from ..checkpoint.bands import CanonicalReader
 from ..checkpoint.errors import InputError
 from .downloaded import prove_downloaded
+from .draft import prove_draft_head
 from .ranks import RankSet, open_ranks, prove_lineage, prove_partition, prove_replicas, rank_directories
 from .report import Report
 from .scan import BytesProofs, scan
@@ -73,6 +74,8 @@ def verify(
         joined = prove_joined(rank_set, whole, found.joined, report)
         if converted is None and joined is not None:
             reader, view = joined, rank_set.views[0]
+    if reader is not None and view is not None:
+        prove_draft_head(view, reader, report)
     if source is not None:
         checkpoint = open_source(source, report)
         if checkpoint is None or reader is None or view is None:
