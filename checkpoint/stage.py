@@ -170,6 +170,11 @@ class AtomicFile:
             write_event()
             view = view[self._file.write(view) :]
 
+    def skip(self, nbytes: int) -> None:
+        """Append a hole: `nbytes` that read as zeros and take no room on most file systems."""
+        write_event()
+        self._file.truncate(self._file.seek(nbytes, os.SEEK_CUR))
+
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is not None:
             self._file.close()
