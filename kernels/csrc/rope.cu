@@ -129,7 +129,8 @@ __device__ void qkv_rope(const float *projection, int row_stride, const float *q
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const int pair = (kOwn * lane + i) % kHalfTurned;
-            const int position = read(positions + read(axes + pair) * tokens + token);
+            const int axis = min(max(read(axes + pair), 0), 2);
+            const int position = read(positions + axis * tokens + token);
             const bool known = position >= 0 && position < table_rows;
             const size_t entry = static_cast<size_t>(known ? position : 0) * kHalfTurned + pair;
             cosine[i] = known ? read(cosines + entry) : __uint_as_float(0x7FC00000u);
