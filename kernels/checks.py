@@ -18,7 +18,14 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...],
         raise InputError(f"{name} {list(tensor.shape)} is not contiguous (strides {list(tensor.stride())}).")
 
 
-def check_rows(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> int:
+def check_rows(
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    alignment: int = ALIGNMENT,
+) -> int:
     """As `check`, but rows may stand apart: the elements between the starts of two rows. Raises InputError."""
     if tuple(tensor.shape) != shape:
         raise InputError(f"{name} is {list(tensor.shape)}: expected {list(shape)}.")
@@ -32,7 +39,7 @@ def check_rows(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, 
             raise InputError(f"{name} {list(shape)}: rows are not contiguous (strides {list(tensor.stride())}).")
         inner *= size
     stride = tensor.stride(0) if tensor.dim() and tensor.shape[0] > 1 else inner
-    grain = math.gcd(ALIGNMENT, inner * tensor.element_size())
+    grain = math.gcd(alignment, inner * tensor.element_size())
     if tensor.numel() and tensor.data_ptr() % grain:
         raise InputError(f"{name} starts at an address that is not a multiple of {grain}.")
     if stride < inner or stride * tensor.element_size() % grain:
