@@ -4,7 +4,8 @@ Files are written under temporary names beside their target, flushed, fsynced an
 finished, so that an interrupted stage resumes by re-hashing; the manifest is written last. A lock keeps two runs out.
 
 Test doors: DUOVOLT_STOP_AT_WRITE=N kills this process with SIGKILL at its N-th write, fsync or rename;
-DUOVOLT_COUNT_WRITES=FILE keeps their number in FILE.
+DUOVOLT_FAIL_AT_WRITE=N:ENOSPC (or another name of errno) lets that one fail; DUOVOLT_COUNT_WRITES=FILE keeps their
+number in FILE.
 """
 
 import errno
@@ -30,6 +31,7 @@ from .manifest import FileRecord, Manifest
 LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
+WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
 
 _events = 0
 _events_lock = threading.Lock()
@@ -38,7 +40,7 @@ _events_lock = threading.Lock()
 def write_event() -> None:
     """Called before every write, fsync and rename of a stage: the place where the test doors act."""
     global _events
-    if not (os.environ.get("DUOVOLT_STOP_AT_WRITE") or os.environ.get("DUOVOLT_COUNT_WRITES")):
+    if not any(os.environ.get(door) for door in WRITE_DOORS):
         return
     with _events_lock:
         _events += 1
@@ -46,6 +48,10 @@ def write_event() -> None:
             Path(counter).write_text(f"{_events}\n")
         if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == int(stop):
             os.kill(os.getpid(), signal.SIGKILL)
+        at, _, name = os.environ.get("DUOVOLT_FAIL_AT_WRITE", "").partition(":")
+        if at and _events == int(at):
+            number = getattr(errno, name)
+            raise OSError(number, os.strerror(number))
 
 
 @contextmanager

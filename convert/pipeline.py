@@ -5,7 +5,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
+from ..checkpoint.reopen import reopen
 from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
@@ -271,11 +272,13 @@ def convert(
     advance: Advance,
     mtp_from: Path | None = None,
     arithmetic: str = "auto",
+    keep: Collection[str] | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
     `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
     `arithmetic`: `auto`, `compiled` or `numpy`, the same bytes at another speed.
+    `keep`: repair a finished `target`: these of its files are proved right, the others are written again.
 
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """
@@ -293,9 +296,12 @@ def convert(
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source))
+    run_name = f"conversion {identity}"
+    if keep is not None:
+        reopen(target, run_name, identity, keep, {"recipe": recipe.resolved()})
     if (done := _already_done(target, identity, source)) is not None:
         return done
-    with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
+    with StageDirectory(target, run_name) as stage, ThreadPoolExecutor(workers) as pool:
         encoder = BandEncoder(recipe.quantiser, loops)
         converter = _Converter(plan, facts, encoder, global_scales, workers, advance)
         digests: dict[str, str] = {}

@@ -93,6 +93,16 @@ def _require_matrix(spec: TensorSpec, encoding: str, recipe: str) -> None:
         raise InputError(f"recipe {recipe!r}: {spec.name} is {list(spec.shape)}; {encoding} stores matrices only.")
 
 
+def recorded_recipe(resolved: Any, where: str) -> Recipe:
+    """The recipe that a manifest or a journal records. Raises InputError for what is none."""
+    try:
+        recipe = msgspec.convert(resolved, Recipe, strict=True)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: holds no recipe of this duovolt ({error}); name one with --recipe.") from None
+    _require_sense(recipe, where)
+    return recipe
+
+
 def load_recipe(name_or_path: str) -> Recipe:
     """A built-in recipe by name, or a TOML file. Raises InputError for anything that is no recipe."""
     builtin = {file.name.removesuffix(".toml"): file for file in (resources.files(__package__) / "recipes").iterdir()}

@@ -5,7 +5,7 @@ ranks' parts are alike in size, so that one plan of files serves them all. A ran
 written alone or with the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
+from ..checkpoint.reopen import reopen
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
@@ -217,10 +218,18 @@ def _open_converted(path: Path) -> tuple[Checkpoint, Manifest]:
     return checkpoint, manifest
 
 
-def shard(converted: Path, dst: Path, tp: int, rank: int | None = None, advance: Advance | None = None) -> ShardReport:
+def shard(
+    converted: Path,
+    dst: Path,
+    tp: int,
+    rank: int | None = None,
+    advance: Advance | None = None,
+    keep: Mapping[int, Collection[str]] | None = None,
+) -> ShardReport:
     """Write `dst`/rank-R-of-`tp` for every R, or for `rank` alone. `advance` is called with converted bytes read.
 
-    Raises InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
+    `keep`: repair the finished ranks that are its keys: their files named here are proved right, the others are written
+    again. Raises InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
     directory, EnvironmentFault for a full disk.
     """
     if not 1 <= tp <= MAX_RANKS:
@@ -234,6 +243,9 @@ def shard(converted: Path, dst: Path, tp: int, rank: int | None = None, advance:
     ranks = [_Rank(dst / f"rank-{r}-of-{tp}", tp, r, groups, manifest) for r, groups in plans.items()]
     _require_apart(converted, [r.path for r in ranks])
     with disk_errors(dst):
+        for r in ranks:
+            if keep is not None and r.rank in keep:
+                reopen(r.path, r.stage.identity, manifest.conversion_id, keep[r.rank])
         done = {r.rank for r in ranks if _already_done(r, tp, manifest.conversion_id)}
         missing = [r for r in ranks if r.rank not in done]
         require_space(dst, sum(_bytes_to_write(r, manifest) for r in missing))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..checkpoint.bands import CanonicalReader
 from ..checkpoint.errors import InputError
+from .downloaded import prove_downloaded
 from .ranks import RankSet, open_ranks, prove_lineage, prove_partition, prove_replicas, rank_directories
 from .report import Report
 from .scan import prove_bytes
@@ -15,7 +16,7 @@ from .whole import prove_joined
 Advance = Callable[[int], None]
 
 
-def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None) -> int:
+def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None, downloaded: Path | None = None) -> int:
     """About how many bytes `verify` will read, for a progress bar. Raises InputError for a missing directory."""
 
     def size(directory: Path) -> int:
@@ -25,7 +26,8 @@ def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None) 
 
     every_rank = sum(size(directory) for directory in rank_directories(ranks)) if ranks else 0
     whole = size(converted) if converted else 0
-    return (size(source) if source else 0) + whole + every_rank + ((whole or every_rank) if ranks else 0)
+    fetched = size(downloaded) if downloaded else 0
+    return fetched + (size(source) if source else 0) + whole + every_rank + ((whole or every_rank) if ranks else 0)
 
 
 def verify(
@@ -34,19 +36,25 @@ def verify(
     ranks: Path | None = None,
     advance: Advance | None = None,
     mtp_from: Path | None = None,
+    downloaded: Path | None = None,
 ) -> Report:
     """Prove what can be proved of a source, a converted directory, and the folder of its ranks (or one rank).
 
-    `mtp_from`: the second source that the MTP layer was taken from. `advance` is called with bytes read. The report
+    `mtp_from`: the second source that the MTP layer was taken from. `downloaded`: a directory that `download` wrote, the
+    source or another, to be compared with the hub's own digests. `advance` is called with bytes read. The report
     holds failures; InputError is raised only where there is nothing to check: a missing, unfinished or wrong kind of
     directory.
     """
-    if source is None and converted is None and ranks is None:
-        raise InputError("nothing to verify: give --source, --converted or --ranks, or several of them.")
-    if converted is None and ranks is None:
-        raise InputError(f"{source}: a source proves nothing alone. Give --converted or --ranks beside it.")
+    if source is None and converted is None and ranks is None and downloaded is None:
+        raise InputError("nothing to verify: give --downloaded, --source, --converted or --ranks, or several of them.")
+    if source is not None and converted is None and ranks is None:
+        raise InputError(
+            f"{source}: a source proves nothing alone. Give --converted or --ranks, or --downloaded for it."
+        )
     tell = advance or (lambda count: None)
     report = Report()
+    if downloaded is not None:
+        prove_downloaded(downloaded, report, tell)
     whole = _converted(converted, report, tell) if converted is not None else None
     rank_set = _ranks(ranks, report, tell) if ranks is not None else None
     reader: CanonicalReader | None = whole

@@ -4,11 +4,14 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_LISTED = 20  # failures kept a proof: a directory of another model would list every tensor
+MAX_LISTED = 10_000  # failures kept a proof: whoever repairs wants all of them, a hostile directory has no end of them
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference: where, at which index of the canonical tensor, and both values as words."""
+    """One difference: where, at which index of the canonical tensor, and both values as words.
+
+    `extra`: the file does not belong where it lies.
+    """
 
     message: str
     tensor: str | None = None
@@ -16,6 +19,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     index: list[int] | None = None
     found: str | None = None
     expected: str | None = None
+    extra: bool = False
 
     def __str__(self) -> str:
         place = [part for part in (self.tensor, self.file) if part]

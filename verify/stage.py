@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.bands import canonical_rows
-from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
+from ..checkpoint.directory import INDEX, MANIFEST, QUARANTINE, Checkpoint
 from ..checkpoint.encodings import PLAIN_ENCODINGS, encoding_parts, part_name
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
 from ..checkpoint.layouts import ROWS, layout_named, stored_shape
@@ -129,10 +129,12 @@ def _check_headers(checkpoint: Checkpoint, manifest: Manifest, proof: Proof) -> 
 
 
 def _check_strangers(path: Path, manifest: Manifest, proof: Proof) -> None:
-    known = manifest.files.keys() | {MANIFEST}
+    known = manifest.files.keys() | {MANIFEST, QUARANTINE}
     for child in sorted(path.iterdir()):
         if child.name not in known:
-            proof.fail("not in the manifest: nothing may lie here that the stage did not write", file=str(child))
+            proof.fail(
+                "not in the manifest: nothing may lie here that the stage did not write", file=str(child), extra=True
+            )
     shards = {record.file for record in manifest.tensors.values()}
     for needed in sorted(shards | {INDEX, "config.json"}):
         if needed not in manifest.files:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import zmq
 import zmq.asyncio
 
 from ...checkpoint.errors import DuovoltError, EnvironmentFault
-from ..messages import CancelRequest, GenerateRequest, TokenEvent
+from ..messages import CancelRequest, GenerateRequest, StepRecord, TokenEvent
 from ..parallel.faults import DOORS
+from ..parallel.lockstep import last_record
 from ..parallel.owner import owned_name, owner_is_dead
 from ..parallel.region import ProgressCounter, Region, region_bytes
 from ..parallel.shared import SharedFile, sweep_dead
@@ -37,6 +39,19 @@ class RankFault(DuovoltError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank at this moment: turns of its loop, lockstep records given, and the last of them."""
+
+    number: int
+    pid: int
+    steps: int
+    busy: bool
+    age_seconds: float
+    records: int
+    record: StepRecord | None
 
 
 class RankGroup:
@@ -92,6 +107,17 @@ class RankGroup:
     def step_age(self) -> float:
         """Seconds since the slower rank's last sign of life; idle ranks give one twice a second."""
         return max(progress.age_seconds for progress in self._progress)
+
+    def views(self) -> list[RankView]:
+        """Each rank as its words in the shared file show it: nobody is asked."""
+        assert self._shared is not None
+        views = []
+        region = Region(self._shared.memory)
+        for rank, progress in enumerate(self._progress):
+            records, record = last_record(region, rank)
+            pid = self._processes[rank].pid
+            views.append(RankView(rank, pid, progress.steps, progress.busy, progress.age_seconds, records, record))
+        return views
 
     async def stop(self) -> None:
         """Ask, wait a moment, kill; then nothing of this generation is left: process, file, socket or folder."""

@@ -11,10 +11,12 @@ from ...checkpoint.errors import InputError
 from ...model.config import ModelConfig
 from ..rank.backends import Backend, choose_backend
 from ..rank.identity import RankIdentity, check_ranks, find_ranks
-from .key import read_key
+from .key import KeyRing, read_keys
 from .options import ServeOptions
+from .origins import check_origins
 from .schema import TokenId
 from .template import ChatTemplate
+from .tls import check_tls
 from .tokenizer import TextTokenizer
 
 DEFAULT_CONTEXT = 32768
@@ -34,7 +36,7 @@ class ServePlan:
     model_id: str
     tokenizer: TextTokenizer
     template: ChatTemplate
-    api_key: str | None
+    keys: KeyRing
 
     @property
     def size(self) -> int:
@@ -53,9 +55,11 @@ class ServePlan:
 
 def make_plan(options: ServeOptions) -> ServePlan:
     """Raises InputError or EnvironmentFault with one message if the server could not work."""
+    check_origins(options.cors_origin)
+    check_tls(options.tls_cert, options.tls_key)
     backend = choose_backend(options.backend)
     scripted = backend.script is not None
-    directories = find_ranks(options.ranks, scripted)
+    directories = [path.resolve() for path in find_ranks(options.ranks, scripted)]  # a link may be turned meanwhile
     identity = check_ranks(directories, scripted)[0]
     config = _model_config(directories[0], scripted)
     limit = DEFAULT_CONTEXT if config is None else config.text.max_position_embeddings
@@ -82,7 +86,7 @@ def make_plan(options: ServeOptions) -> ServePlan:
         identity.source or options.ranks.absolute().name,
         tokenizer,
         ChatTemplate(directories[0], tokenizer),
-        read_key(options.api_key_file),
+        KeyRing(read_keys(options.api_key_file)),
     )
 
 

@@ -66,7 +66,8 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
         prefill_chunk=options.prefill_chunk,
         drafts_from=None if options.drafts_from is None else json.loads(options.drafts_from.read_bytes()),
     )
-    return load_engine(options.dir, collective, settings), {"kv": "float32"}
+    engine = load_engine(options.dir, collective, settings)
+    return engine, {"kv": "float32", "kv_pages": str(2 * engine.cache.pages)}  # the main layers' and the MTP layer's
 
 
 def versions(backend: str) -> dict[str, str]:

@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from duovolt.checkpoint.digest import digest_bytes, digest_file
 from duovolt.checkpoint.directory import Checkpoint
+from duovolt.checkpoint.download_record import DownloadRecord
 from duovolt.checkpoint.encodings import fp8, nvfp4, plain
 from duovolt.checkpoint.encodings.weights import canonical, read_weight
 from duovolt.checkpoint.manifest import read_manifest
 from duovolt.convert import pipeline
-from duovolt.convert.download_record import DownloadRecord
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import Recipe, load_recipe
 from duovolt.model.config import ModelConfig

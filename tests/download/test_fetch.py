@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from duovolt.checkpoint.download_record import read_record
 from duovolt.checkpoint.errors import InputError
 from duovolt.convert.download import download
-from duovolt.convert.download_record import read_record
 from duovolt.convert.standin import HubStandIn
 
 REPO = "org/model"
