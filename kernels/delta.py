@@ -111,7 +111,13 @@ class Round:
 
 
 def delta_decode(
-    mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, memory: DeltaState, batch: Round, out: Tensor | None = None
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaState,
+    batch: Round,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A round's tokens through convolution, gates and recurrence: float32 [T, value heads, 128], before the gated norm.
 
@@ -148,7 +154,13 @@ def delta_decode(
 
 
 def delta_decode_reference(
-    mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, memory: DeltaState, batch: Round, out: Tensor | None = None
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaState,
+    batch: Round,
+    out: Tensor | None = None,
 ) -> Tensor:
     """What `delta_decode` computes, in torch on any device; reads the batch's numbers on the host."""
     out, _ = _checked(mixed, a, b, weights, memory, batch, out)
@@ -161,9 +173,9 @@ def delta_decode_reference(
         fresh = torch.cat((mixed[rows], a[rows], b[rows]), dim=1)
         inputs = torch.cat((own[_KEPT : _KEPT + before], fresh))
         convolved, joined = reference.causal_conv(inputs[:, :channels], own[:_KEPT, :channels].clone(), weights.conv)
-        split = inputs[:, channels:].split(weights.value_heads, dim=1)
+        kept_a, kept_b = inputs[:, channels:].split(weights.value_heads, dim=1)
         heads = _split_heads(convolved, weights)
-        gates = reference.delta_gates(*split, weights.a_log, weights.dt_bias)
+        gates = reference.delta_gates(kept_a, kept_b, weights.a_log, weights.dt_bias)
         outputs, trail = reference.delta_rule_steps(*heads, *gates, memory.state[lane])
         if before:
             memory.state[lane] = trail[before - 1]

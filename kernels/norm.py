@@ -105,7 +105,12 @@ def gated_rms_norm(
     tokens, heads, _ = x.shape
     threads = 32 * min(heads, 32)
     launch(
-        SOURCE, "gated_rms_norm", tokens, threads, (x, gate, stride, weight, out, overflows, heads, float(eps)), x.device
+        SOURCE,
+        "gated_rms_norm",
+        tokens,
+        threads,
+        (x, gate, stride, weight, out, overflows, heads, float(eps)),
+        x.device,
     )
     return out
 

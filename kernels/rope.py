@@ -42,9 +42,7 @@ def qkv_rope(
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if the kernel cannot start.
     """
-    out, stride = _checked(
-        projection, query_weight, key_weight, tables, axes, positions, slots, cache, out, overflows
-    )
+    out, stride = _checked(projection, query_weight, key_weight, tables, axes, positions, slots, cache, out, overflows)
     tokens, q_heads, _ = out.shape
     arguments = (
         *(projection, stride, query_weight, key_weight, *tables, tables[0].shape[0], positions, axes, slots),

@@ -292,7 +292,8 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
                        float2 *stats, int q_heads, int passes, int pass_tokens, float scale) {
     __shared__ __align__(16) unsigned short queries[kTiles * kTileRows * kRowHalves];
     __shared__ __align__(16) unsigned short weights[kTiles * kTileRows * kRowHalves]; // and the scores, before
-    __shared__ float shrink[kTiles * kTileRows];
+    __shared__ float shrink[kTiles * kTileRows], peaks[kTiles * kTileRows];
+    __shared__ int limits[kTiles * kTileRows], heads[kTiles * kTileRows]; // last position seen; head of `query`, or -1
     __shared__ int table[kSegmentPages];
     const float kHidden = __uint_as_float(0xFF800000u); // minus infinity
     float *scores = reinterpret_cast<float *>(weights);
@@ -309,18 +310,24 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
     if (tokens <= 0 || begin >= end) {
         return;
     }
-    const size_t first_row = static_cast<size_t>(read(firsts + sequence)) + first_token;
+    const int first_row = read(firsts + sequence) + first_token;
     const int page_count = (end - begin + kPage - 1) / kPage;
     if (threadIdx.x < page_count) {
         const int page = read(tables + static_cast<size_t>(sequence) * table_stride + begin / kPage + threadIdx.x);
         table[threadIdx.x] = min(max(page, 0), pages - 1);
     }
+    if (threadIdx.x < kTiles * kTileRows) {
+        const int token = threadIdx.x / group;
+        limits[threadIdx.x] = start + token;
+        heads[threadIdx.x] = token < tokens ? (first_row + token) * q_heads + kv_head * group + threadIdx.x % group : -1;
+        peaks[threadIdx.x] = kNothing;
+    }
+    __syncthreads();
     for (int index = threadIdx.x; index < kTiles * kTileRows * (kDim / 8); index += kThreads) {
         const int row = index / (kDim / 8), chunk = index % (kDim / 8);
         uint4 halves = {};
-        if (row < tokens * group) {
-            const size_t head = (first_row + row / group) * q_heads + kv_head * group + row % group;
-            halves = read(reinterpret_cast<const uint4 *>(query) + head * (kDim / 8) + chunk);
+        if (heads[row] >= 0) {
+            halves = read(reinterpret_cast<const uint4 *>(query) + static_cast<size_t>(heads[row]) * (kDim / 8) + chunk);
         }
         *reinterpret_cast<uint4 *>(queries + query_chunk(row, chunk / 8, chunk % 8)) = halves;
     }
@@ -342,12 +349,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
     };
 
     float sum[kTiles][8] = {};
-    float largest[kTiles], mass[kTiles]; // of the rows warp, warp + 8, ...: this lane's share of the mass
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-        largest[n] = kNothing;
-        mass[n] = 0;
-    }
+    float mass[kTiles] = {}; // this lane's share of it, of the rows warp, warp + 8, ...
     load_keys(0);
     for (int page = 0; page < page_count; ++page) {
         const size_t tile = static_cast<size_t>(table[page]) * kv_heads + kv_head;
@@ -387,17 +389,17 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
                 a += own[kPage];
                 b += own[kPage + 1];
             }
-            const int visible = start + row / group - position - 2 * lane; // -1: none, 0: the first of the two
+            const int visible = limits[row] - position - 2 * lane; // -1: none, 0: the first of the two
             a = visible >= 0 ? a * scale : kHidden;
             b = visible >= 1 ? b * scale : kHidden;
-            const float peak = fmaxf(largest[n], warp_max(fmaxf(a, b)));
-            const float factor = exp2f(largest[n] - peak);
+            const float before = peaks[row], peak = fmaxf(before, warp_max(fmaxf(a, b)));
+            const float factor = exp2f(before - peak);
             a = exp2f(a - peak);
             b = exp2f(b - peak);
-            largest[n] = peak;
             mass[n] = mass[n] * factor + (a + b);
             if (lane == 0) {
                 shrink[row] = factor;
+                peaks[row] = peak;
             }
             unsigned short *to = weights + row * kRowHalves + 2 * lane; // over the row's scores, which this warp has read
             if (Cache::kScaled) {
@@ -424,9 +426,8 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
     for (int n = 0; n < kTiles; ++n) {
         const int row = warp + n * kTileRows;
         const float total = warp_sum(mass[n]);
-        if (lane == 0 && row < tokens * group) {
-            const size_t head = (first_row + row / group) * q_heads + kv_head * group + row % group;
-            write(stats + head * max_segments + segment, float2{largest[n], total});
+        if (lane == 0 && heads[row] >= 0) {
+            write(stats + static_cast<size_t>(heads[row]) * max_segments + segment, float2{peaks[row], total});
         }
     }
 #pragma unroll
@@ -434,10 +435,9 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int row = tile * kTileRows + Arch::row(lane, i);
-            if (row < tokens * group) {
-                const size_t head = (first_row + row / group) * q_heads + kv_head * group + row % group;
-                write(partial + (head * max_segments + segment) * kDim + Arch::dimension(warp, lane, i),
-                      sum[tile][i] * Cache::kUnit);
+            if (heads[row] >= 0) {
+                const size_t place = static_cast<size_t>(heads[row]) * max_segments + segment;
+                write(partial + place * kDim + Arch::dimension(warp, lane, i), sum[tile][i] * Cache::kUnit);
             }
         }
     }
@@ -532,8 +532,8 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
 ATTEND(attention_int8_1, Int8Cache, 1, 2)
 ATTEND(attention_int8_2, Int8Cache, 2, 2)
 ATTEND(attention_int8_3, Int8Cache, 3, 2)
-ATTEND(attention_int8_4, Int8Cache, 4, 2)
-ATTEND(attention_int8_5, Int8Cache, 5, 2)
+ATTEND(attention_int8_4, Int8Cache, 4, 1)
+ATTEND(attention_int8_5, Int8Cache, 5, 1)
 ATTEND(attention_fp16_1, HalfCache, 1, 1)
 ATTEND(attention_fp16_2, HalfCache, 2, 1)
 ATTEND(attention_fp16_3, HalfCache, 3, 1)

@@ -104,7 +104,9 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 ON_GPU = [pytest.param(name, marks=needs_gpu) for name in ("portable", "native")]
 
 
-def place(kind: str, emulated: Callable[[str, str], Emulated], monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def place(
+    kind: str, emulated: Callable[[str, str], Emulated], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[torch.device]:
     if kind in ARCHES:
         monkeypatch.setattr(checks, "module_on", lambda source, device: emulated(source, kind))
         yield torch.device("cpu")

@@ -11,13 +11,17 @@ HALF_ERROR, WIDE_ERROR = 3e-3, 1e-5  # relative L2: 16-bit outputs, float32 outp
 class Guarded:
     """A poisoned tensor `inner` inside of a larger one; `intact` tells if the surroundings are as they were."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, row: int | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, row: int | None = None
+    ) -> None:
         """`row`: elements from row to row, more than a row has, so that there are gaps to watch."""
         columns = int(np.prod(shape[1:]))
         stride = columns if row is None else row
         self.buffer = torch.full((2 * GUARD + shape[0] * stride,), POISON[dtype], dtype=dtype, device=device)
         self._rows = self.buffer[GUARD:-GUARD].view(shape[0], stride)
-        self.inner = self._rows[:, :columns].view(shape) if row is None else self._rows[:, :columns].unflatten(1, shape[1:])
+        self.inner = (
+            self._rows[:, :columns].view(shape) if row is None else self._rows[:, :columns].unflatten(1, shape[1:])
+        )
         self._columns = columns
         self._before = self._outside().clone()
 
@@ -50,3 +54,14 @@ def data(kind: str, shape: tuple[int, ...], rng: np.random.Generator, device: to
         "tiny": rng.standard_normal(shape) * 1e-30,
     }[kind]
     return torch.from_numpy(values.astype(np.float32)).to(device)
+
+
+FORBIDDEN = {  # what sm_70 lacks, and what would make a sum depend on timing
+    "asynchronous copies": r"\bcp\.async",
+    "ldmatrix": r"\bldmatrix",
+    "later tensor-core shapes": r"\bw?mma\S*\.m(?!8n8k4)\d+n\d+k\d+",
+    "bf16, fp8 and fp4 types": r"\.(bf16|e4m3|e5m2|e2m1)",
+    "integer to fp16": r"\bcvt\.\S*f16\.[us]\d",
+    "atomics": r"\b(atom|red)\.",
+    "two halves packed at once": r"\bcvt\.rn\.f16x2",
+}

@@ -175,8 +175,11 @@ def test_far_positions(int8, name, start):
 
 @pytest.mark.parametrize("position", [0, 255, 256, 4095, 4096, 32767, 32768, 65535, 65536, 262143])
 def test_segments_count_up_to_a_position(position):
-    begins = [b for (begin, length), end in zip(TIERS, (4096, 32768, 65536, 300000), strict=True)
-              for b in range(begin, end, length)]
+    begins = [
+        b
+        for (begin, length), end in zip(TIERS, (4096, 32768, 65536, 300000), strict=True)
+        for b in range(begin, end, length)
+    ]
     assert segments_for(position + 1) == sum(begin <= position for begin in begins)
 
 

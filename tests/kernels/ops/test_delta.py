@@ -48,7 +48,9 @@ class Layer:
     def exact(self, rows):
         mixed, a, b = (x.cpu().numpy() for x in self.parts(rows))
         w = self.weights
-        convolved = oracle.causal_conv(mixed, self.history.cpu().numpy(), w.conv.cpu().numpy()).reshape(len(mixed), -1, HEAD)
+        convolved = oracle.causal_conv(mixed, self.history.cpu().numpy(), w.conv.cpu().numpy()).reshape(
+            len(mixed), -1, HEAD
+        )
         query, key, value = np.split(convolved, [w.key_heads, 2 * w.key_heads], axis=1)
         query, key = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (query, key))
         gates = oracle.delta_gates(a, b, w.a_log.cpu().numpy(), w.dt_bias.cpu().numpy())
@@ -103,7 +105,9 @@ def test_a_round_that_was_cut_back_leaves_no_trace(device, accepted):
     for token in range(accepted + 3):
         step(layer, at, slice(token, token + 1), accepted=int(token > 0))
     assert torch.equal(bits(memory.state), bits(at.state))
-    assert torch.equal(bits(memory.rows[:, :3, : layer.weights.channels]), bits(at.rows[:, :3, : layer.weights.channels]))
+    assert torch.equal(
+        bits(memory.rows[:, :3, : layer.weights.channels]), bits(at.rows[:, :3, : layer.weights.channels])
+    )
 
 
 def test_lanes_do_not_see_one_another(device):

@@ -24,9 +24,7 @@ def test_rms_norm(device, columns, kind):
     wide = Guarded((tokens, columns), torch.float32, device)
     stream.inner.copy_(x)
     overflows = torch.zeros(tokens, dtype=torch.int32, device=device)
-    got = norm.rms_norm(
-        stream.inner, weight, EPS, delta=delta, out=out.inner, wide=wide.inner, overflows=overflows
-    )
+    got = norm.rms_norm(stream.inner, weight, EPS, delta=delta, out=out.inner, wide=wide.inner, overflows=overflows)
     assert got is out.inner and stream.intact and out.intact and wide.intact
     assert torch.equal(stream.inner, x + delta) and not overflows.any()
     expected = oracle.rms_norm((x + delta).cpu().numpy(), weight.cpu().numpy(), EPS)
@@ -99,7 +97,10 @@ REFUSED = {
     "delta": (lambda: norm.rms_norm(X, torch.zeros(16), EPS, delta=X.half()), "delta is torch.float16"),
     "columns apart": (lambda: norm.rms_norm(torch.zeros(16, 2).t(), torch.zeros(16), EPS), "rows are not contiguous"),
     "odd rows": (lambda: norm.rms_norm(torch.zeros(2, 17)[:, :16], torch.zeros(16), EPS), "17 elements apart"),
-    "misaligned": (lambda: norm.rms_norm(torch.zeros(40)[1:33].view(2, 16), torch.zeros(16), EPS), "not a multiple of 16"),
+    "misaligned": (
+        lambda: norm.rms_norm(torch.zeros(40)[1:33].view(2, 16), torch.zeros(16), EPS),
+        "not a multiple of 16",
+    ),
     "count": (
         lambda: norm.rms_norm(X, torch.zeros(16), EPS, overflows=torch.zeros(2)),
         "overflows is torch.float32: expected torch.int32",
@@ -107,7 +108,10 @@ REFUSED = {
     "heads": (lambda: norm.gated_rms_norm(torch.zeros(2, 3, 64), X, X[0], EPS), r"expected \[2, 3, 128\]"),
     "gate": (lambda: norm.output_gate(torch.zeros(2, 2, 8), torch.zeros(2, 2, 9)[..., :8]), "contiguous heads"),
     "tokens": (lambda: norm.embed(torch.zeros(2), torch.zeros(4, 8)), "tokens is torch.float32: expected torch.int32"),
-    "table": (lambda: norm.embed(torch.zeros(2, dtype=torch.int32), torch.zeros(4, 8).double()), "table is torch.float64"),
+    "table": (
+        lambda: norm.embed(torch.zeros(2, dtype=torch.int32), torch.zeros(4, 8).double()),
+        "table is torch.float64",
+    ),
     "a CPU": (lambda: norm.rms_norm(X, torch.zeros(16), EPS), "runs on a CUDA device"),
 }
 
