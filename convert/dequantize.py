@@ -19,11 +19,12 @@ from ..checkpoint.encodings import PLAIN_OF_DTYPE, part_of
 from ..checkpoint.encodings.plain import to_bf16, to_float32
 from ..checkpoint.encodings.weights import weights_of
 from ..checkpoint.files import plan_files
-from ..checkpoint.manifest import Manifest, has_manifest, read_manifest
+from ..checkpoint.manifest import DRAFT_HEAD, Manifest, has_manifest, read_manifest
 from ..checkpoint.sources import SourceForm, dialect_of, producer_of
 from ..checkpoint.sources.base import SourceWeight
 from ..checkpoint.stage import StageDirectory, disk_errors, require_space
 from ..checkpoint.writer import Planned, ShardWriter
+from ..model.inventory import DRAFT_IDS
 
 MAX_SHARD_BYTES = 5_000_000_000
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -111,10 +112,15 @@ def _decoded(weight: SourceWeight, dtype: str, dialect: Dialect) -> PlainTensor:
 
 
 def converted_tensors(manifest: Manifest, reader: CanonicalReader, dtype: str) -> Iterator[PlainTensor]:
-    """The logical weights of a converted directory, or of its ranks joined by `reader`."""
+    """The logical weights of a converted directory, or of its ranks joined by `reader`.
+
+    A draft head is left out: its rows are the head's, and no other program knows it.
+    """
     source = manifest.source
     theirs = dialect_of(producer_of(source.quantization_config, source.hf_quant_config), dtype)
     for weight, names in weights_of(manifest).items():
+        if weight in (DRAFT_HEAD, DRAFT_IDS):
+            continue
         records = {part: (name, manifest.tensors[name]) for part, name in names.items()}
         # What we quantised ourselves has the scales that we chose, to the last bit.
         imported = len({ref.name for _, record in records.values() for ref in record.sources}) > 1

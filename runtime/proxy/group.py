@@ -157,6 +157,7 @@ class RankGroup:
             max_context=plan.max_context,
             lanes=plan.options.lanes,
             drafts=plan.drafts,
+            draft_head=plan.options.draft_head,
             drafts_from=None if plan.options.drafts_from is None else plan.options.drafts_from.absolute(),
             prefill_chunk=plan.options.prefill_chunk,
             sampleable=plan.tokenizer.size,
