@@ -26,6 +26,9 @@ def server_options() -> list[Option]:
         Option("lanes", _integer(1, 4), "answers made at once, 1 to 4 (default: 1)"),
         Option("drafts", _integer(0, 5), "tokens drafted a round, 0 to 5 (default: 3)"),
         Option(
+            "draft-head", _draft_head, "draw drafts with the recipe's reduced head: auto (if there is one), on, off"
+        ),
+        Option(
             "drafts-from", Path, "JSON list of lists: the drafts of each round (for tests)", metavar="FILE", place=True
         ),
         Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 512)"),
@@ -83,6 +86,12 @@ def run(args: argparse.Namespace) -> int:
     if given.get("log_content") and "log_requests" not in given:
         raise InputError("--log-content adds to the log of --log-requests, which is not given.")
     return serve(ServeOptions(**given, quiet=args.quiet))
+
+
+def _draft_head(text: str) -> str:
+    if text not in ("auto", "on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, on, off")
+    return text
 
 
 def _integer(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -18,6 +18,7 @@ class ServeOptions:
     max_context: int | None = None
     lanes: int = 1
     drafts: int = 3
+    draft_head: str = "auto"
     drafts_from: Path | None = None
     prefill_chunk: int = 512
     host: str = "127.0.0.1"

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import msgspec
 
+from ...checkpoint.directory import read_json
 from ...checkpoint.errors import InputError
+from ...checkpoint.manifest import has_manifest, read_manifest
 from ...model.config import ModelConfig
 from ..rank.backends import Backend, choose_backend
 from ..rank.identity import RankIdentity, check_ranks, find_ranks
@@ -65,6 +67,11 @@ def make_plan(options: ServeOptions) -> ServePlan:
     limit = DEFAULT_CONTEXT if config is None else config.text.max_position_embeddings
     if options.max_context is not None and options.max_context > limit:
         raise InputError(f"--max-context {options.max_context}: the model's limit is {limit}.")
+    if options.draft_head == "on" and not scripted and (config is None or not config.text.draft_rows):
+        raise InputError(
+            f"--draft-head on: {directories[0]} has no draft head. Convert with `draft_head = ROWS` in the recipe, or "
+            "leave the option out."
+        )
     drafts = options.drafts
     if not scripted and options.drafts_from is None and (config is None or not config.mtp_layers):
         drafts = 0
@@ -94,7 +101,10 @@ def _model_config(directory: Path, scripted: bool) -> ModelConfig | None:
     """The model's configuration; a scripted server may do without."""
     if scripted and not (directory / "config.json").exists():
         return None
-    return ModelConfig.read(directory)
+    if scripted or not has_manifest(directory):
+        return ModelConfig.read(directory)
+    path = directory / "config.json"
+    return ModelConfig.of_stage(read_json(path), read_manifest(directory), str(path))
 
 
 def _check_drafts(path: Path, tokenizer: TextTokenizer) -> None:
