@@ -6,6 +6,7 @@ written alone or with the others.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, re
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
-from .grid import BandReader
+from .grid import BandReader, Grid
 from .plan import RankPart, check_headers, plan_rank
+from .rooms import Rooms
 
 Advance = Callable[[int], None]
 
@@ -83,28 +85,41 @@ class _Rank:
         return True
 
 
+@dataclass(frozen=True)
+class _Taker:
+    """A rank's file being written, in a thread of its own."""
+
+    parts: dict[str, RankPart]
+    writer: ShardWriter
+    thread: ThreadPoolExecutor
+
+    def submit(self, name: str, grid: Grid, first: int, band: np.ndarray) -> Future[None]:
+        """Have the rank's pieces of a band written: cells of `grid` from its row `first` on."""
+        return self.thread.submit(self._write, self.parts[name], grid, first, band)
+
+    def _write(self, part: RankPart, grid: Grid, first: int, band: np.ndarray) -> None:
+        if part.repeat > 1:
+            band = np.repeat(band, part.repeat, axis=part.axis)
+            first = first * part.repeat if part.axis == 0 else first
+        for piece in grid.cut(band, first, part.axis, part.ranges):
+            self.writer.write(piece)
+
+
 class _Splitter:
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, tp: int, advance: Advance) -> None:
         self.checkpoint, self.manifest, self.tp, self.advance = checkpoint, manifest, tp, advance
 
-    def cut(self, name: str, takers: list[tuple[RankPart, ShardWriter]]) -> None:
+    def cut(self, name: str, takers: list[_Taker], rooms: Rooms) -> None:
         """Stream one converted tensor to every writer. Raises CheckFailed if it is not what its digest says."""
         entry, record = self.checkpoint.tensors[name], self.manifest.tensors[name]
-        reader = BandReader(entry, record.layout, tuple(record.canonical_shape))
+        reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms.next)
+        whole = [taker for taker in takers if taker.parts[name].layout == record.layout]
+        undone = [taker for taker in takers if taker.parts[name].layout != record.layout]
         for first, band in reader:
-            undone = None
-            for part, writer in takers:
-                if part.repeat > 1:
-                    cells = np.repeat(band, part.repeat, axis=part.axis)
-                    start = first * part.repeat if part.axis == 0 else first
-                    pieces = reader.grid.cut(cells, start, part.axis, part.ranges)
-                elif part.layout == record.layout:
-                    pieces = reader.grid.cut(band, first, part.axis, part.ranges)
-                else:
-                    undone = undone or reader.canonical(first, band)
-                    pieces = reader.canonical_grid.cut(undone[1], undone[0], part.axis, part.ranges)
-                for piece in pieces:
-                    writer.write(piece)
+            rooms.hold(taker.submit(name, reader.grid, first, band) for taker in whole)
+            if undone:
+                at, cells = reader.canonical(first, band)
+                rooms.hold(taker.submit(name, reader.canonical_grid, at, cells) for taker in undone)
             self.advance(band.nbytes)
         if reader.digest() != record.digest:
             raise CheckFailed(
@@ -113,14 +128,21 @@ class _Splitter:
             )
 
     def write_file(self, name: str, tensors: list[Planned], ranks: list[_Rank]) -> None:
-        """Write one file of the plan in each of `ranks`."""
+        """Write one file of the plan in each of `ranks`: this thread reads, one a rank cuts, digests and writes."""
         with ExitStack() as open_files:
             writers = [
                 ShardWriter(open_files.enter_context(rank.stage.create(name)), rank_tensors, rank.metadata)
                 for rank, rank_tensors in ((rank, dict(rank.files)[name]) for rank in ranks)
             ]
-            for tensor in tensors:
-                self.cut(tensor.name, [(r.parts[tensor.name], w) for r, w in zip(ranks, writers, strict=True)])
+            with ExitStack() as threads:  # ends before the files are closed, whatever happens
+                takers = [
+                    _Taker(rank.parts, writer, threads.enter_context(ThreadPoolExecutor(1)))
+                    for rank, writer in zip(ranks, writers, strict=True)
+                ]
+                rooms = Rooms()
+                for tensor in tensors:
+                    self.cut(tensor.name, takers, rooms)
+                rooms.drain()
             records = [writer.close() for writer in writers]
         for rank, writer, record in zip(ranks, writers, records, strict=True):
             rank.stage.finished(name, record, {"digests": writer.digests})
