@@ -1,4 +1,7 @@
-"""`duovolt-download.json`: written last, so a directory with it is a finished download; names the pinned commit."""
+"""`duovolt-download.json`: appears last, so a directory with it is a finished download; names the pinned commit.
+
+While a download runs, the same record stands in a hidden file: what is being fetched, and that it is not all there.
+"""
 
 import hashlib
 import re
@@ -10,11 +13,12 @@ import msgspec
 
 from .directory import DOWNLOAD_RECORD, MAX_JSON
 from .errors import InputError
-from .stage import AtomicFile, disk_errors
+from .stage import AtomicFile, disk_errors, sync_directory, write_event
 
 DigestKind = Literal["sha256", "git-sha1"]
 
 FORMAT_VERSION = 1
+PENDING = f".{DOWNLOAD_RECORD}.part"
 DIGITS = {"sha256": 64, "git-sha1": 40}
 
 
@@ -74,10 +78,23 @@ class DownloadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         known = {file.name: DownloadedFile(file.size, file.digest_kind, file.digest, file.digest) for file in files}
         return DownloadRecord(FORMAT_VERSION, repo, revision, commit, dict(sorted(known.items())))
 
-    def write(self, directory: Path) -> None:
-        """Put the record into `directory`, atomically."""
-        with disk_errors(directory), AtomicFile(directory / DOWNLOAD_RECORD) as handle:
-            handle.write(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+    def write_pending(self, directory: Path) -> None:
+        """From here on the directory is an unfinished download of these files, and says so."""
+        with disk_errors(directory):
+            with AtomicFile(directory / PENDING) as handle:
+                handle.write(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+            if (directory / DOWNLOAD_RECORD).exists():
+                write_event()
+                (directory / DOWNLOAD_RECORD).unlink()
+                sync_directory(directory)
+
+
+def finish_record(directory: Path) -> None:
+    """Every file is there and right: give the pending record its final name."""
+    with disk_errors(directory):
+        write_event()
+        (directory / PENDING).rename(directory / DOWNLOAD_RECORD)
+        sync_directory(directory)
 
 
 def unusable_name(name: object) -> str | None:
@@ -97,9 +114,12 @@ def unusable_name(name: object) -> str | None:
     return None
 
 
-def read_record(directory: Path) -> DownloadRecord | None:
-    """The record of a finished download; None without one. Raises InputError for a broken, hostile or newer one."""
-    path = directory / DOWNLOAD_RECORD
+def read_record(directory: Path, pending: bool = False) -> DownloadRecord | None:
+    """The record of a finished download, or of a `pending` one; None without it.
+
+    Raises InputError for a broken, hostile or newer one.
+    """
+    path = directory / (PENDING if pending else DOWNLOAD_RECORD)
     try:
         if path.exists() and not path.is_file():
             raise InputError(f"{path}: not a regular file. Remove it and run `duovolt download` again.")

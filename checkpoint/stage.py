@@ -4,8 +4,8 @@ Files are written under temporary names beside their target, flushed, fsynced an
 finished, so that an interrupted stage resumes by re-hashing; the manifest is written last. A lock keeps two runs out.
 
 Test doors: DUOVOLT_STOP_AT_WRITE=N kills this process with SIGKILL at its N-th write, fsync or rename;
-DUOVOLT_FAIL_AT_WRITE=N:ENOSPC (or another name of errno) lets that one fail; DUOVOLT_COUNT_WRITES=FILE keeps their
-number in FILE.
+DUOVOLT_FAIL_AT_WRITE=N:ENOSPC (or another name of errno) lets that one fail, N:SIGINT interrupts it;
+DUOVOLT_COUNT_WRITES=FILE keeps their number in FILE.
 """
 
 import errno
@@ -52,8 +52,16 @@ def write_event() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         at, _, name = os.environ.get("DUOVOLT_FAIL_AT_WRITE", "").partition(":")
         if at and _events == int(at):
-            number = getattr(errno, name)
-            raise OSError(number, os.strerror(number))
+            _fail(name)
+
+
+def _fail(name: str) -> None:
+    """An error of the system by its name in `errno`, or SIGINT, as Ctrl-C sends it."""
+    if name == "SIGINT":
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        number = getattr(errno, name)
+        raise OSError(number, os.strerror(number))
 
 
 @contextmanager

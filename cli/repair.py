@@ -45,8 +45,13 @@ class Repairs:
     done: list[str] = field(default_factory=list)
 
     def finish_interrupted(self) -> None:
-        """Finish a converted directory and ranks that have no manifest, or are not there: runs that were cut off."""
-        converted = self.places.converted
+        """Finish what was cut off: a download with a pending record, a converted directory and ranks without manifest.
+
+        Ranks that are not there at all are made too.
+        """
+        downloaded, converted = self.places.downloaded, self.places.converted
+        if downloaded is not None and read_record(downloaded) is None and read_record(downloaded, pending=True):
+            self._download(downloaded, "unfinished")
         if converted is not None and not has_manifest(converted):
             self._convert(converted, [], "unfinished")
         for path in self._wanted_ranks():
@@ -103,8 +108,8 @@ class Repairs:
             self._move(root, path)
 
     def _download(self, path: Path, why: str) -> None:
-        record = read_record(path)
-        assert record is not None  # `verify` has read it
+        record = read_record(path) or read_record(path, pending=True)
+        assert record is not None  # whoever found something wrong has read it
         progress = NoProgress() if self.quiet else TerminalProgress()
         try:
             download(

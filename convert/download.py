@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.directory import DOWNLOAD_RECORD, INDEX, MANIFEST, MAX_JSON, Checkpoint
-from ..checkpoint.download_record import DownloadRecord
+from ..checkpoint.download_record import PENDING, DownloadRecord, finish_record, read_record
 from ..checkpoint.errors import EnvironmentFault, InputError
-from ..checkpoint.stage import LOCK, TEMPORARY, DirectoryLock, disk_errors, require_space, sync_directory, write_event
+from ..checkpoint.stage import LOCK, TEMPORARY, DirectoryLock, disk_errors, require_space
 from .download_progress import NoProgress, Progress
 from .fetchlist import FetchList, choose, weight_files
 from .hub import Listing, Patience, RemoteFile, Stopped, list_repo
@@ -166,8 +166,9 @@ class _Download:
             self._clear_stale(wanted)
             require_space(self._dst, report.needed)
             record = DownloadRecord.of(report.repo, report.revision, report.commit, self._remotes)
-            if wanted:
-                self._withdraw_record()
+            unfinished = bool(wanted) or (self._dst / PENDING).exists() or self._recorded() != record
+            if unfinished:
+                record.write_pending(self._dst)
             for file in report.files:
                 if file.defect not in (None, "missing"):
                     self._progress.notice(f"{file.name}: {file.defect}; fetched anew")
@@ -176,7 +177,8 @@ class _Download:
             self._each(self._fetch, [item for item in wanted if item not in manifest])
             self._each(self._fetch, manifest)
             self._sweep()
-            record.write(self._dst)
+            if unfinished:
+                finish_record(self._dst)
         self._look()
         return report
 
@@ -197,13 +199,11 @@ class _Download:
                 self._progress.notice(f"{item.remote.name}: the partial is useless ({why}), thrown away")
                 item.discard_partial()
 
-    def _withdraw_record(self) -> None:
-        """From here on the directory is unfinished, and must not say otherwise."""
-        record = self._dst / DOWNLOAD_RECORD
-        if record.exists():
-            write_event()
-            record.unlink()
-            sync_directory(self._dst)
+    def _recorded(self) -> DownloadRecord | None:
+        try:
+            return read_record(self._dst)
+        except InputError:
+            return None  # broken: written anew
 
     def _sweep(self) -> None:
         """Remove what killed runs left behind: our own partials and temporary files, nobody else's."""

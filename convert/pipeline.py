@@ -319,8 +319,9 @@ def convert(
     for place in filter(None, (source_path, mtp_from)):
         _require_apart(place, target)
     plan = plan_conversion(source, recipe)
-    if not target.exists():
-        require_space(target, plan.nbytes)
+    with disk_errors(target):
+        there = sum(p.stat().st_size for p in target.iterdir() if p.is_file()) if target.is_dir() else 0
+        require_space(target, max(0, plan.nbytes - there))
     words = [part for part in plan.parts.values() if part.part == "words" and not part.imported]
     with ThreadPoolExecutor(1) as aside:  # numba takes a second to load, in which the source can be read
         loading = aside.submit(compiled.choose, arithmetic, sum(part.origin.nbytes for part in words))
