@@ -86,8 +86,8 @@ class _SourceProofs:
 
     def apart(self, advance: Advance) -> "_SourceProofs":
         """Empty proofs of the same kind, for a weight that is compared on another thread."""
-        proofs = {name: Proof(name=getattr(self, name).name) for name in ("digests", "kept", "quantised")}
-        return _SourceProofs(self.source, self.reader, advance, allowance=self.allowance, second=self.second, **proofs)
+        digests, kept, quantised = (Proof(name=proof.name) for proof in (self.digests, self.kept, self.quantised))
+        return _SourceProofs(self.source, self.reader, advance, digests, kept, quantised, self.allowance, self.second)
 
     def take(self, part: "_SourceProofs") -> None:
         """Add what was found apart."""
