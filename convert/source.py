@@ -15,6 +15,7 @@ import xxhash
 from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks
 from ..checkpoint.digest import BLOCK
 from ..checkpoint.directory import DOWNLOAD_RECORD, Checkpoint
+from ..checkpoint.download_record import read_record
 from ..checkpoint.encodings import PLAIN_OF_DTYPE, PartName
 from ..checkpoint.encodings.plain import to_float32
 from ..checkpoint.errors import CheckFailed, InputError
@@ -25,7 +26,6 @@ from ..checkpoint.sources.values import bad_value, refusal
 from ..model.config import ModelConfig, without_mtp
 from ..model.inventory import EMBED, HEAD, TensorSpec, check_closed
 from ..model.names import family_names
-from .download_record import read_record
 
 Advance = Callable[[int], None]
 
@@ -39,10 +39,14 @@ TIED = "equal to the embedding, to which the configuration ties it"
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What one pass learned: xxh3-128 of the bytes; `row_amax` float32 [rows] for plain matrices, [1] for the rest."""
+    """What one pass learned: xxh3-128 of the bytes; `row_amax` float32 [rows] for plain matrices, [1] for the rest.
+
+    `nonzero`: how many values of a plain tensor are not zero.
+    """
 
     digest: str
     row_amax: np.ndarray
+    nonzero: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,14 @@ def _open_checkpoint(path: Path) -> Checkpoint:
         raise InputError(f"{path}: already converted by duovolt (it has a manifest). Give the source directory.")
     if path.is_dir() and not (path / DOWNLOAD_RECORD).exists() and any(path.glob(".*.part")):
         raise InputError(f"{path}: unfinished download. Run the same `duovolt download` again; it resumes.")
-    return Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path)
+    record = read_record(path)
+    if record is not None and (lost := [name for name in record.files if not (path / name).is_file()]):
+        raise InputError(
+            f"{path}: {len(lost)} of the files that {DOWNLOAD_RECORD} lists are missing: {', '.join(lost[:8])}. Run the "
+            f"same `duovolt download` again, or remove {DOWNLOAD_RECORD} if they went on purpose."
+        )
+    return checkpoint
 
 
 def _by_family_name(form: SourceForm, where: str) -> dict[str, SourceWeight]:
@@ -221,7 +232,7 @@ def _scan(entry: TensorEntry, blocks: Iterable[memoryview]) -> TensorFacts:
     columns = entry.shape[1] if len(entry.shape) == 2 else max(1, entry.nbytes // unsigned.itemsize)
     digest = xxhash.xxh3_128()
     tops: list[np.ndarray] = []
-    done = 0
+    done = nonzero = 0
     for block in blocks:
         digest.update(block)
         words: np.ndarray = np.frombuffer(block, unsigned) & unsigned.type(mask)
@@ -230,11 +241,12 @@ def _scan(entry: TensorEntry, blocks: Iterable[memoryview]) -> TensorFacts:
             at = int(np.argmax(words >= infinite))
             raise _non_finite(entry, done + at, np.frombuffer(block, unsigned)[at : at + 1])
         tops.append(top)
+        nonzero += int(np.count_nonzero(words))
         done += len(words)
     top = np.concatenate(tops) if tops else np.zeros(1, unsigned)
     if len(entry.shape) != 2:
         top = top.max(keepdims=True)
-    return TensorFacts(digest.hexdigest(), to_float32(top.view(NUMPY_DTYPE[entry.dtype]), entry.dtype))
+    return TensorFacts(digest.hexdigest(), to_float32(top.view(NUMPY_DTYPE[entry.dtype]), entry.dtype), nonzero)
 
 
 def row_band(entry: TensorEntry, block_bytes: int = BLOCK, multiple: int = 1) -> int:

@@ -36,12 +36,12 @@ QWEN_27B: dict[str, Any] = {
     },
 }  # fmt: skip
 
-# The same structure and depth, about a twentieth as wide: 74 million parameters.
+# The same structure and depth, about a twentieth as wide, for one, two or four ranks.
 NARROW_TEXT: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 832, "vocab_size": 4096, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 12,
+    "hidden_size": 256, "intermediate_size": 832, "vocab_size": 4096, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 12,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    "rope_parameters": QWEN_27B["text_config"]["rope_parameters"] | {"mrope_section": [3, 3, 2]},
+    "rope_parameters": QWEN_27B["text_config"]["rope_parameters"] | {"mrope_section": [2, 1, 1]},
 }  # fmt: skip
 NARROW_VISION: dict[str, Any] = {
     "depth": 2, "hidden_size": 64, "intermediate_size": 224, "num_heads": 2, "out_hidden_size": 256,

@@ -1,7 +1,7 @@
 // What sm_80 and newer have in place of sm_70's: a larger product, copies to shared memory that need no registers, and
 // (sm_89) the conversion of E4M3.
 #pragma once
-#include "volta.cuh"
+#include "shared.cuh"
 
 // sum += a b for a 16 x 16, b 16 x 8, fp16 in, FP32 out. With g = lane / 4 and q = lane % 4:
 // a: (g, 2q..), (g + 8, 2q..), (g, 2q + 8..), (g + 8, 2q + 8..), two columns each; b: (2q.., g), (2q + 8.., g);

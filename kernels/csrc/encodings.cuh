@@ -7,7 +7,9 @@
 // 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
 #pragma once
 #include "decode.cuh"
+#include "half.cuh"
 #include "linear_task.cuh"
+#include "shared.cuh"
 #include "volta.cuh"
 
 #ifndef NVFP4_STAGES

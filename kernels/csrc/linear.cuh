@@ -36,7 +36,7 @@ __device__ __forceinline__ unsigned short saturated(float value, unsigned *overf
             atomicAdd(overflows, 1u);
         }
     }
-    return half_bits(value);
+    return static_cast<unsigned short>(half_bits(value));
 }
 
 // Sums of one band, a warp's part each. One word of padding a row, against lanes that would meet in one bank.

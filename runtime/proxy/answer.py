@@ -10,7 +10,8 @@ from typing import Any
 from ..messages import TokenEvent, TokenLogprob
 from .assembly import AnswerStyle, Assembler, Delta
 from .errors import ApiError
-from .hub import Hub, OpenRequest
+from .hub import Hub
+from .opened import OpenRequest
 from .tokenizer import TextTokenizer
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from importlib import resources
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -29,17 +27,16 @@ from .completion import CompletionFormat, plan_completion
 from .errors import ApiError, bad_request
 from .hub import Hub
 from .metrics import metrics_text
+from .page import page_routes
 from .plan import ServePlan
 from .prompt import encode_prompt
 from .sampling import SamplingDefaults
 from .schema import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody, decode_body
+from .state import ServerState
 from .supervisor import Supervisor
 from .workers import Workers
 
 MAX_BODY_BYTES = 32 << 20
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-)
 _CLIENT_LEFT = 499  # never seen by anyone: the client has closed
 
 T = TypeVar("T")
@@ -57,14 +54,15 @@ class Api:
         self._workers = workers
         self._defaults = SamplingDefaults.of(plan.tokenizer.generation)
         self._created = int(time.time())
+        self._state = ServerState(plan, hub, supervisor)
 
     def application(self) -> Starlette:
         """The ASGI application."""
         open_routes: list[tuple[str, str, Handler]] = [
-            ("GET", "/", self.page),
             ("GET", "/health/live", self.live),
             ("GET", "/health/ready", self.ready),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/status", self.status),
         ]
         keyed_routes: list[tuple[str, str, Handler]] = [
             ("GET", "/v1/models", self.models),
@@ -75,6 +73,7 @@ class Api:
         ]
         routes = [Route(path, self._guard(handler, False), methods=[verb]) for verb, path, handler in open_routes]
         routes += [Route(path, self._guard(handler, True), methods=[verb]) for verb, path, handler in keyed_routes]
+        routes += page_routes()
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     def _guard(self, handler: Handler, keyed: bool) -> Handler:
@@ -93,10 +92,8 @@ class Api:
         return guarded
 
     def _check_key(self, request: Request) -> None:
-        if self._plan.api_key is None:
-            return
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), self._plan.api_key.encode()):
+        if not self._plan.keys.admits(given or request.headers.get("x-api-key", "")):
             raise ApiError(401, "wrong or missing API key", kind="authentication_error", code="invalid_api_key")
 
     async def chat(self, request: Request) -> Response:
@@ -169,11 +166,11 @@ class Api:
         return JSONResponse(body, status_code=200 if ready else 503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(metrics_text(self._hub, self._supervisor.ready))
+        return PlainTextResponse(metrics_text(self._state))
 
-    async def page(self, request: Request) -> Response:
-        text = resources.files(__package__).joinpath("page/index.html").read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
+    async def status(self, request: Request) -> Response:
+        """What the page shows of ranks, lanes, memory and cards; nothing of anybody's words."""
+        return JSONResponse(await self._state.picture(), headers={"Cache-Control": "no-store"})
 
     def _tokens_of(self, body: TokenizeBody) -> list[int]:
         text = body.prompt

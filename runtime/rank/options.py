@@ -24,6 +24,7 @@ class RankOptions:
     sampleable: int
     exchange_seconds: float
     drafts_from: Path | None = None
+    draft_head: str = "auto"
 
     def arguments(self) -> list[str]:
         """The command line after `duovolt rank`."""

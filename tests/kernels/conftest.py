@@ -18,7 +18,12 @@ from duovolt.kernels.linear import SOURCES
 from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 EMULATOR = Path(__file__).with_name("emulator.hpp")
-REPLACED = ("volta.cuh", "ampere.cuh")  # instructions that C++ cannot name: the emulator has them
+REPLACED = (
+    "half.cuh",
+    "shared.cuh",
+    "volta.cuh",
+    "ampere.cuh",
+)  # instructions that C++ cannot name: the emulator has them
 HOST_ARCHES = {"volta": 700, "ampere": 800, "ada": 890}
 
 

@@ -166,8 +166,8 @@ inline unsigned e4m3_half(unsigned byte) {
 inline unsigned e4m3_pair(unsigned short bytes) { return e4m3_half(bytes & 0xFF) | e4m3_half(bytes >> 8) << 16; }
 
 inline float half_value(unsigned bits) { return from_half(bits & 0xFFFF); }
-inline unsigned short half_bits(float value) { return std::isfinite(value) ? to_half(value) : value > 0 ? 0x7C00 : 0xFC00; }
-inline unsigned half_pair(float low, float high) { return half_bits(low) | unsigned(half_bits(high)) << 16; }
+inline unsigned half_bits(float value) { return std::isfinite(value) ? to_half(value) : value > 0 ? 0x7C00 : 0xFC00; }
+inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 inline unsigned atomicAdd(unsigned *address, unsigned value) { return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST); }
 static unsigned char dynamic_bytes[1 << 18] __attribute__((aligned(16)));
 inline unsigned char *dynamic_shared() { return dynamic_bytes; }

@@ -36,6 +36,12 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def one_source(monkeypatch):
+    """The command builds one source alone: all of them take half a minute."""
+    monkeypatch.setattr(command, "sources", lambda: ["read.cu"])
+
+
+@pytest.fixture
 def nvrtc():
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
     try:
@@ -177,8 +183,7 @@ def test_a_cache_that_cannot_be_written_is_named(nvrtc, monkeypatch, tmp_path):
         builder.build("read.cu", "compute_70")
 
 
-def test_prebuilt_directory_replaces_the_compiler(nvrtc, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command, "sources", lambda: ["read.cu"])
+def test_prebuilt_directory_replaces_the_compiler(nvrtc, one_source, monkeypatch, tmp_path, capsys):
     out = tmp_path / "prebuilt"
     assert main(["kernels", "build", "--arch", "compute_70", "--out", str(out)]) == 0
     (file,) = out.iterdir()
@@ -194,8 +199,7 @@ def test_prebuilt_directory_replaces_the_compiler(nvrtc, monkeypatch, tmp_path, 
         builder.image_for("read.cu", "sm_70")
 
 
-def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, monkeypatch, capsys):
-    monkeypatch.setattr(command, "sources", lambda: ["read.cu"])
+def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, one_source, capsys):
     arguments = ["kernels", "build", "--arch", "sm_70", "--arch", "compute_70"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()

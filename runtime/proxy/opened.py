@@ -1,0 +1,62 @@
+"""One answer in the making, and what is counted of it on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..messages import GenerateRequest, TokenEvent
+from .errors import ApiError
+
+
+@dataclass
+class OpenRequest:
+    """`events` gives TokenEvent, or the ApiError that ends it. Times are monotonic seconds.
+
+    `outcome`: finished, cancelled (its client left) or failed (a fault broke it off); None while it is in the making.
+    """
+
+    request: GenerateRequest
+    events: asyncio.Queue[TokenEvent | ApiError] = field(default_factory=asyncio.Queue)
+    started: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    finish: str | None = None
+    outcome: str | None = None
+
+    def count(self, event: TokenEvent, now: float) -> None:
+        """Take an event of the ranks into account."""
+        if event.tokens:
+            if self.first is None:
+                self.first = now
+            self.last = now
+            self.tokens += len(event.tokens)
+        self.proposed += event.proposed
+        self.accepted += event.accepted
+        self.finish = event.finish_reason
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """After the first token; None for fewer than two."""
+        if self.first is None or self.last is None or self.tokens < 2:
+            return None
+        return (self.last - self.first) / (self.tokens - 1)
+
+    def facts(self) -> dict[str, Any]:
+        """What a log tells of an answer: numbers, never its content."""
+        pace = self.seconds_per_token
+        return {
+            "outcome": self.outcome,
+            "finish": self.finish,
+            "prompt_tokens": len(self.request.prompt),
+            "completion_tokens": self.tokens,
+            "first_token_ms": None if self.first is None else round(1000 * (self.first - self.started), 2),
+            "tokens_per_second": round(1 / pace, 2) if pace else None,
+            "drafts_proposed": self.proposed,
+            "drafts_accepted": self.accepted,
+        }
