@@ -32,6 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_integer(0, 65535), default=8000, help="port to listen on, 0 for any free one (default: 8000)")
     add("--api-key-file", type=Path, metavar="FILE", help="file with the key that clients must send as a bearer token")
     add("--max-waiting", type=_integer(0), default=64, help="requests that may wait for a lane (default: 64)")
+    add(
+        "--max-wait-seconds",
+        type=_seconds(False),
+        default=600.0,
+        help="a request that waits longer for a lane gets 503 (default: 600)",
+    )
     add("--drain-seconds", type=_seconds(True), default=10.0, help="time for running answers at SIGTERM (default: 10)")
     add(
         "--watchdog-seconds",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..messages import CancelRequest, GenerateRequest, TokenEvent
-from .errors import ApiError, unavailable
+from .errors import ApiError, bad_request, unavailable
 
 _RATE_WINDOW_SECONDS = 5.0
 
@@ -30,21 +30,30 @@ class Counters:
     restarts: int = 0
 
 
+Events = asyncio.Queue[TokenEvent | ApiError | None]  # None: a reader's own mark of silence
+
+
 @dataclass
 class OpenRequest:
-    """One answer in the making. `events` gives TokenEvent, or the ApiError that ends it."""
+    """One answer in the making. `events` gives TokenEvent, or the ApiError that ends it; `names`: what an abort says."""
 
     request: GenerateRequest
-    events: asyncio.Queue[TokenEvent | ApiError] = field(default_factory=asyncio.Queue)
+    events: Events
+    names: tuple[str, ...]
     started: float = field(default_factory=time.monotonic)
+    patience: asyncio.TimerHandle | None = None  # until it has its lane
 
 
 class Hub:
-    """Owns the request table. `send` passes a message to all ranks; None while there are none."""
+    """Owns the request table. `send` passes a message to all ranks; None while there are none.
 
-    def __init__(self, lanes: int, max_waiting: int) -> None:
+    A request that has no lane after `max_wait_seconds` is given up (None: it waits for ever).
+    """
+
+    def __init__(self, lanes: int, max_waiting: int, max_wait_seconds: float | None = None) -> None:
         self._lanes = lanes
-        self._capacity = lanes + max_waiting
+        self.capacity = lanes + max_waiting
+        self._max_wait_seconds = max_wait_seconds
         self._open: dict[int, OpenRequest] = {}
         self._next_id = 1
         self._recent: deque[tuple[float, int]] = deque()
@@ -65,34 +74,76 @@ class Hub:
     def waiting(self) -> int:
         return len(self._open) - self.running
 
-    def check_room(self) -> None:
+    def check_room(self, count: int = 1) -> None:
         """Raises ApiError 503 (no ranks, draining) or 429 (queue full) before any work is done for a request."""
         if self.draining:
             raise unavailable("the server is stopping", 5)
         if self.send is None:
             raise unavailable("the ranks are not ready", self.retry_after)
-        if len(self._open) >= self._capacity:
+        if len(self._open) + count > self.capacity:
             self.counters.rejected += 1
+            more = "" if count == 1 else f", and this request asks for {count} more"
             raise ApiError(
                 429,
-                f"{len(self._open)} requests are running or waiting, the most this server holds; try again later",
+                f"{len(self._open)} answers are running or waiting{more}; this server holds {self.capacity}. "
+                "Try again later",
                 kind="rate_limit_error",
                 code="queue_full",
                 retry_after=1,
             )
 
-    def submit(self, request: GenerateRequest) -> OpenRequest:
-        """Number the request and send it to all ranks. Raises as check_room; what `send` raises leaves nothing open."""
-        self.check_room()
+    def submit(self, requests: list[GenerateRequest], names: tuple[str, ...] = ()) -> list[OpenRequest]:
+        """Number the requests and send them to all ranks; they share one queue of events.
+
+        Raises as check_room, ApiError 400 for more requests than the server ever holds or a name that is in use, and
+        what `send` raises: nothing stays open then.
+        """
+        if len(requests) > self.capacity:
+            raise bad_request(
+                f"{len(requests)} answers in one request, this server holds {self.capacity} at a time", "n"
+            )
+        self.check_room(len(requests))
+        if any(name in opened.names for opened in self._open.values() for name in names):
+            raise bad_request("a request of this id is being answered", "request_id")
+        events: Events = asyncio.Queue()
+        answers: list[OpenRequest] = []
+        try:
+            for request in requests:
+                answers.append(self._send(request, events, names))
+        except Exception:
+            for opened in answers:
+                self.release(opened, complete=False)
+            raise
+        return answers
+
+    def _send(self, request: GenerateRequest, events: Events, names: tuple[str, ...]) -> OpenRequest:
         assert self.send is not None
         request.request_id = self._next_id
         self._next_id += 1
         self.send(request)  # before it is entered: no event can come before this method has returned
-        opened = OpenRequest(request)
+        opened = OpenRequest(request, events, names)
+        if self._max_wait_seconds is not None:
+            loop = asyncio.get_running_loop()
+            opened.patience = loop.call_later(self._max_wait_seconds, self._give_up, opened)
         self._open[request.request_id] = opened
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
         return opened
+
+    def _give_up(self, opened: OpenRequest) -> None:
+        message = f"no lane came free within {self._max_wait_seconds:g} s"
+        opened.events.put_nowait(
+            ApiError(503, message, kind="server_error", code="queue_timeout", retry_after=self.retry_after)
+        )
+        self.release(opened, complete=False)
+
+    def abort(self, name: str) -> int:
+        """End the answers of that name with an error to their readers; how many there were."""
+        named = [opened for opened in self._open.values() if name in opened.names]
+        for opened in named:
+            opened.events.put_nowait(ApiError(409, "the request was aborted", code="aborted"))
+            self.release(opened, complete=False)
+        return len(named)
 
     def release(self, opened: OpenRequest, complete: bool) -> None:
         """The reader of an answer is done with it: if the ranks are not, they are told to stop, once.
@@ -101,6 +152,7 @@ class Hub:
         """
         if self._open.pop(opened.request.request_id, None) is None:
             return
+        _stop_waiting(opened)
         if complete:
             self.counters.finished += 1
         else:
@@ -119,6 +171,7 @@ class Hub:
             opened = self._open.get(event.request_id)
             if opened is None:
                 continue
+            _stop_waiting(opened)  # every event, an error too, says that the ranks have taken it up
             if event.finish_reason is not None:
                 del self._open[event.request_id]
                 self.counters.finished += 1
@@ -129,6 +182,7 @@ class Hub:
         """End every open answer with an error: the ranks that made them are gone."""
         for opened in self._open.values():
             self.counters.failed += 1
+            _stop_waiting(opened)
             opened.events.put_nowait(error)
         self._open.clear()
 
@@ -140,3 +194,9 @@ class Hub:
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - _RATE_WINDOW_SECONDS:
             self._recent.popleft()
+
+
+def _stop_waiting(opened: OpenRequest) -> None:
+    if opened.patience is not None:
+        opened.patience.cancel()
+        opened.patience = None

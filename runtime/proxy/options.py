@@ -21,6 +21,7 @@ class ServeOptions:
     port: int = 8000
     api_key_file: Path | None = None
     max_waiting: int = 64
+    max_wait_seconds: float = 600.0
     drain_seconds: float = 10.0
     watchdog_seconds: float = 180.0
     quiet: bool = False

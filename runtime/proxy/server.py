@@ -53,7 +53,7 @@ class _Server:
     def __init__(self, plan: ServePlan, listener: socket.socket) -> None:
         self._plan = plan
         self._listener = listener
-        self._hub = Hub(plan.options.lanes, plan.options.max_waiting)
+        self._hub = Hub(plan.options.lanes, plan.options.max_waiting, plan.options.max_wait_seconds)
         self._supervisor = Supervisor(plan, self._hub, self._log_start)
         self.workers = Workers(_PROMPTS_AT_ONCE)
         application = Api(plan, self._hub, self._supervisor, self.workers).application()
@@ -122,6 +122,7 @@ class _Server:
             "max_context": plan.max_context,
             "prefill_chunk": options.prefill_chunk,
             "max_waiting": options.max_waiting,
+            "max_wait_seconds": f"{options.max_wait_seconds:g}",
             "watchdog_seconds": f"{options.watchdog_seconds:g}",
             "api_key": "yes" if plan.api_key else "no",
         }
