@@ -113,6 +113,7 @@ def _calls(tools: list[dict[str, Any]], plan: ServePlan, one: bool) -> tuple[str
         rules += write(f"f{number}", tool["function"])
         names.append(f"f{number}")
     rules.append(f"call: <[{begin}]> ({' | '.join(names)}) <[{end}]>")
+    rules.append(r"text_value[lazy]: /(.|\n)*\n<\/parameter>\n/")
     rules.append("calls: call" if one else r"calls: call (/\n{0,2}/ call)*")
     return "calls", rules
 
@@ -138,11 +139,9 @@ def _function(rule: str, function: dict[str, Any]) -> list[str]:
         elif (options := _options(value)) is not None:
             rules.append(f'{part}: {head} ({" | ".join(options)}) "\\n</parameter>\\n"')
         else:
-            rules.append(f"{part}: {head} TEXT_VALUE")
+            rules.append(f"{part}: {head} text_value")
     whole = json.dumps(f"\n<function={name}>\n", ensure_ascii=False)
     rules.append(f'{rule}: {whole} {" ".join(parts)} "</function>\\n"')
-    if any("TEXT_VALUE" in one for one in rules):
-        rules.append(r"TEXT_VALUE[lazy]: /(.|\n)*\n<\/parameter>\n/" if rule == "f0" else "")
     return rules
 
 

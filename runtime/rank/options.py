@@ -24,8 +24,8 @@ class RankOptions:
     prefill_chunk: int
     sampleable: int
     exchange_seconds: float
-    ends: str
     drafts_from: Path | None = None
+    ends: str = ""
 
     def arguments(self) -> list[str]:
         """The command line after `duovolt rank`."""

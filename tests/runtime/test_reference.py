@@ -100,7 +100,7 @@ def test_echo_scores_the_prompt(two: Server) -> None:
     assert choice["logprobs"]["tokens"] == ["Hello", " world"]
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1] < 0
-    assert answer.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] == 2
 
 
 def test_a_fault_between_real_ranks_ends_the_answer_and_the_ranks_come_back(start_server: Start, folder: Path) -> None:
