@@ -12,11 +12,11 @@ from typing import Any
 from ..grammar import grammar_fault
 from ..messages import Grammar
 from .errors import bad_request
+from .parameters import is_text, kinds_of, parameters_of, properties_of
 from .plan import ServePlan
 from .schema import ChatBody, CompletionBody
 from .template import ToolFormat
 from .tokenizer import END_THINK, END_TOOL_CALL, TOOL_CALL
-from .tools import is_text, properties_of
 
 # Between tokens of JSON: some, so that the model may write as it is used to, and not so much that it never ends.
 _JSON_SPACE = {"whitespace_pattern": r"[ \n\t]{1,64}"}
@@ -120,8 +120,8 @@ def _calls(tools: list[dict[str, Any]], plan: ServePlan, one: bool) -> tuple[str
 
 def _function(rule: str, function: dict[str, Any]) -> list[str]:
     """A call as the family's template shows it; parameters in the schema's order."""
-    schema = function.get("parameters") or {}
-    properties = properties_of(function["name"], [function])
+    schema = parameters_of(function["name"], [function])
+    properties = properties_of(schema)
     required = schema.get("required")
     required = required if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -133,7 +133,7 @@ def _function(rule: str, function: dict[str, Any]) -> list[str]:
         part = f"{rule}_{number}"
         parts.append(part if key in required else part + "?")
         head = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
-        if not is_text(value):
+        if not is_text(kinds_of(value, schema)):
             rules.append(f'{part}: {head} {part}_v "\\n</parameter>\\n"')
             rules.append(f"{part}_v: %json {_json(shared | value, strict=False)}")
         elif (options := _options(value)) is not None:

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import Any
 
 from . import strict_json
+from .parameters import is_text, kinds_of, parameters_of, properties_of, typed
 
 END_PARAMETER, END_FUNCTION = "</parameter>", "</function>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
@@ -52,10 +53,10 @@ class CallReader:
         self._state = _State.OPENING
         self._rest = ""  # read, not yet understood
         self._kept: list[str] = []  # what follows it where nothing is understood before the end
-        self._properties: dict[str, Any] = {}
+        self._parameters: dict[str, Any] = {}
         self._keys: set[str] = set()
         self._key = ""
-        self._schema: Any = None
+        self._kinds: frozenset[str] = frozenset()
         self._skip = False  # the parameter was given before
         self._begun = False  # the value's opening quote is out
         self._known: dict[str, Any] = {}
@@ -127,7 +128,7 @@ class CallReader:
                 self._state = _State.HELD
             elif match:
                 self.name = whole_characters(match[1].strip())
-                self._properties = properties_of(match[1].strip(), self._tools)
+                self._parameters = parameters_of(match[1].strip(), self._tools)
                 self._rest, self._state = self._rest[match.end() :], _State.BETWEEN
             elif self._rest.lstrip().startswith("{"):
                 self._state = _State.JSON
@@ -152,7 +153,7 @@ class CallReader:
             self._state = _State.DONE
             return ""
         self._key, self._state = match[1].strip(), _State.VALUE
-        self._schema = self._properties.get(self._key)
+        self._kinds = kinds_of(properties_of(self._parameters).get(self._key), self._parameters)
         self._skip, self._begun, self._text = self._key in self._keys, False, ""
         return ""
 
@@ -163,10 +164,10 @@ class CallReader:
             value, self._rest = self._rest[:end], self._rest[end + len(END_PARAMETER) :]
             self._state, self._searched = _State.BETWEEN, 0
             return self._end_value(value.removesuffix("\n"))
-        if not is_text(self._schema):
+        if not is_text(self._kinds):
             return ""
         held = max(_overlap(self._rest, mark) for mark in _VALUE_ENDS)
-        if not self._begun and _may_be_null(self._schema) and "null".startswith(self._rest[: len(self._rest) - held]):
+        if not self._begun and "null" in self._kinds and "null".startswith(self._rest[: len(self._rest) - held]):
             return ""
         shown, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
         self._searched = 0
@@ -182,7 +183,7 @@ class CallReader:
 
     def _end_value(self, rest: str) -> str:
         text = self._text + rest
-        value = text if self._begun else typed(text, self._schema)
+        value = text if self._begun else typed(text, self._kinds)
         try:
             spelled = whole_characters(strict_json.spell(value))
         except ValueError:  # a nest too deep to write
@@ -208,48 +209,9 @@ def parse_tool_call(text: str, tools: list[dict[str, Any]]) -> ToolCall | None:
     return None if last is None or reader.name is None else ToolCall(reader.name, pieces + last)
 
 
-def properties_of(name: str, tools: list[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON schemas of a tool's parameters by name; none for an unknown tool."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            return properties if isinstance(properties, dict) else {}
-    return {}
-
-
-def is_text(schema: Any) -> bool:
-    """True if a parameter's value is the text itself; otherwise it is the JSON that the text spells."""
-    kinds = _kinds(schema)
-    return kinds == [None] or "string" in kinds
-
-
-def typed(text: str, schema: Any) -> Any:
-    """The value of a parameter: text where the schema says string or nothing, else the JSON it spells, if it does."""
-    kinds = _kinds(schema)
-    if is_text(schema):
-        return None if text == "null" and "null" in kinds else text
-    if "boolean" in kinds and text in ("True", "False"):
-        return text == "True"
-    try:
-        return strict_json.parse(text)
-    except ValueError:
-        return text
-
-
 def whole_characters(text: str) -> str:
     """`text` with U+FFFD for each lone surrogate, which JSON's escapes can write and UTF-8 cannot."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _kinds(schema: Any) -> list[Any]:
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    return kind if isinstance(kind, list) else [kind]
-
-
-def _may_be_null(schema: Any) -> bool:
-    return "null" in _kinds(schema)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -25,12 +25,16 @@ WEATHER = {
         "name": "weather",
         "parameters": {
             "type": "object",
+            "$defs": {"Count": {"type": "integer"}},
             "properties": {
                 "city": {"type": "string"},
                 "days": {"type": "integer"},
                 "metric": {"type": "boolean"},
                 "at": {"type": ["string", "null"]},
                 "where": {"type": "object"},
+                "rank": {"enum": [1, 20]},
+                "maybe": {"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]},
+                "circle": {"$ref": "#/properties/circle"},
             },
         },
     },
@@ -274,6 +278,10 @@ def test_two_calls_and_the_text_before(tokenizer: TextTokenizer) -> None:
         ("at", "5", "5"),
         ("where", "[1, 2]", [1, 2]),
         ("unknown", "4", "4"),
+        ("rank", "20", 20),
+        ("maybe", "4", 4),
+        ("maybe", "null", None),
+        ("circle", "4", "4"),
         ("city", " padded \n\nlines ", " padded \n\nlines "),
     ],
 )
