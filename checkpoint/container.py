@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +199,30 @@ def read_header(path: Path) -> Header:
     return Header(path, {entry.name: entry for entry in entries}, metadata, size)
 
 
-def _fill(handle: FileIO, view: memoryview, entry: TensorEntry) -> None:
-    """Read until `view` is full: a single read may give less than was asked for."""
-    while len(view):
-        got = handle.readinto(view)
-        if not got:
-            raise InputError(f"{entry.path}: ends inside tensor {entry.name!r}; the file changed while being read.")
-        view = view[got:]
+class TensorFile:
+    """A tensor opened for reading in order, into buffers that the caller has; a context manager."""
+
+    def __init__(self, entry: TensorEntry, begin: int = 0) -> None:
+        self.entry = entry
+        self._handle = entry.path.open("rb", buffering=0)
+        self._handle.seek(entry.begin + begin)
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.close()
+
+    def read_into(self, buffer: np.ndarray) -> None:
+        """Fill `buffer`, uint8. Raises InputError if the file is shorter by now."""
+        view = buffer.data
+        while len(view):  # a single read may give less than was asked for
+            got = self._handle.readinto(view)
+            if not got:
+                raise InputError(
+                    f"{self.entry.path}: ends inside tensor {self.entry.name!r}; the file changed while being read."
+                )
+            view = view[got:]
 
 
 def read_range(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
@@ -214,9 +230,8 @@ def read_range(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     if not 0 <= begin <= end <= entry.nbytes:
         raise ValueError(f"range [{begin}, {end}) outside tensor {entry.name!r} of {entry.nbytes} bytes")
     buffer = np.empty(end - begin, np.uint8)
-    with entry.path.open("rb", buffering=0) as handle:
-        handle.seek(entry.begin + begin)
-        _fill(handle, buffer.data, entry)
+    with TensorFile(entry, begin) as file:
+        file.read_into(buffer)
     return buffer
 
 
@@ -225,14 +240,13 @@ def blocks(entry: TensorEntry, block_bytes: int = BLOCK) -> Iterator[memoryview]
 
     Each block is only valid until the next.
     """
-    buffer = memoryview(bytearray(min(block_bytes, max(entry.nbytes, 1))))
-    with entry.path.open("rb", buffering=0) as handle:
-        handle.seek(entry.begin)
+    buffer = np.empty(min(block_bytes, max(entry.nbytes, 1)), np.uint8)
+    with TensorFile(entry) as file:
         left = entry.nbytes
         while left:
             block = buffer[: min(left, len(buffer))]
-            _fill(handle, block, entry)
-            yield block
+            file.read_into(block)
+            yield block.data
             left -= len(block)
 
 

@@ -17,6 +17,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MANIFEST = "duovolt.json"
 DOWNLOAD_RECORD = "duovolt-download.json"
+QUARANTINE = ".duovolt-bad"  # folder in a directory for what `verify --quarantine` moved aside
 MAX_JSON = 256 << 20
 
 # Rewritten by our stages, or bookkeeping of ours; every other file beside the shards is a side file.

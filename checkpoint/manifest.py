@@ -11,13 +11,15 @@ import msgspec
 from .container import ITEMSIZE
 from .digest import DIGEST_HEX, digest_json
 from .directory import MANIFEST, MAX_JSON, plain_name
-from .encodings import PLAIN_ENCODINGS, PartName, part_name, part_of
+from .encodings import STORED_AS_IS, PartName, part_name, part_of
 from .errors import CheckFailed, InputError
 from .layouts import stored_shape
 
 FORMAT_VERSION = 1
 
 Stage = Literal["converted", "rank"]
+
+DRAFT_HEAD = "draft_head.weight"  # chosen rows of the head: the one weight that is less than its source
 
 
 class Record(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -138,7 +140,7 @@ def _check_record(name: str, record: TensorRecord) -> None:
     """Raises InputError if name, part, encoding, dtype, layout and shapes of a record contradict one another."""
     part = part_of(record.encoding, record.part)
     own_name = record.weight if part is None else part_name(record.weight, part)
-    dtype = PLAIN_ENCODINGS[record.encoding] if part is None else part.dtype
+    dtype = STORED_AS_IS[record.encoding] if part is None else part.dtype
     if (own_name, dtype) != (name, record.dtype):
         raise InputError(f"{record.part} of {record.weight!r} in {record.encoding} is {dtype} under {own_name!r}.")
     canonical = tuple(record.canonical_shape)
@@ -155,7 +157,9 @@ def _check_weights(tensors: dict[str, TensorRecord]) -> None:
     for name, record in tensors.items():
         part = part_of(record.encoding, record.part)
         if part is None:
-            if len(record.sources) != 1 or record.sources[0].shape != record.canonical_shape:
+            if len(record.sources) != 1:
+                raise InputError(f"tensor {name!r} has {len(record.sources)} sources, expected one.")
+            if record.sources[0].shape != record.canonical_shape and name != DRAFT_HEAD:
                 raise InputError(f"tensor {name!r} is {record.canonical_shape}, its source is not.")
             continue
         words = tensors.get(record.weight)

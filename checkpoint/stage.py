@@ -4,6 +4,7 @@ Files are written under temporary names beside their target, flushed, fsynced an
 finished, so that an interrupted stage resumes by re-hashing; the manifest is written last. A lock keeps two runs out.
 
 Test doors: DUOVOLT_STOP_AT_WRITE=N kills this process with SIGKILL at its N-th write, fsync or rename;
+DUOVOLT_FAIL_AT_WRITE=N:ENOSPC (or another name of errno) lets that one fail, N:SIGINT interrupts it;
 DUOVOLT_COUNT_WRITES=FILE keeps their number in FILE.
 """
 
@@ -26,10 +27,13 @@ from .digest import digest_bytes, digest_file, file_blocks
 from .directory import INDEX, MANIFEST
 from .errors import CheckFailed, EnvironmentFault, InputError
 from .manifest import FileRecord, Manifest
+from .writeback import begin_writeback
 
 LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
+WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
+WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
 
 _events = 0
 _events_lock = threading.Lock()
@@ -38,7 +42,7 @@ _events_lock = threading.Lock()
 def write_event() -> None:
     """Called before every write, fsync and rename of a stage: the place where the test doors act."""
     global _events
-    if not (os.environ.get("DUOVOLT_STOP_AT_WRITE") or os.environ.get("DUOVOLT_COUNT_WRITES")):
+    if not any(os.environ.get(door) for door in WRITE_DOORS):
         return
     with _events_lock:
         _events += 1
@@ -46,6 +50,18 @@ def write_event() -> None:
             Path(counter).write_text(f"{_events}\n")
         if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == int(stop):
             os.kill(os.getpid(), signal.SIGKILL)
+        at, _, name = os.environ.get("DUOVOLT_FAIL_AT_WRITE", "").partition(":")
+        if at and _events == int(at):
+            _fail(name)
+
+
+def _fail(name: str) -> None:
+    """An error of the system by its name in `errno`, or SIGINT, as Ctrl-C sends it."""
+    if name == "SIGINT":
+        os.kill(os.getpid(), signal.SIGINT)
+    else:
+        number = getattr(errno, name)
+        raise OSError(number, os.strerror(number))
 
 
 @contextmanager
@@ -159,6 +175,7 @@ class AtomicFile:
     def __enter__(self) -> "AtomicFile":
         self._temporary.unlink(missing_ok=True)
         self._file = self._temporary.open("xb", buffering=0)
+        self._written = self._begun = 0
         if self.path.exists():
             os.fchmod(self._file.fileno(), self.path.stat().st_mode & 0o7777)
         return self
@@ -168,7 +185,18 @@ class AtomicFile:
         view = memoryview(data).cast("B")
         while len(view):
             write_event()
-            view = view[self._file.write(view) :]
+            count = self._file.write(view)
+            view = view[count:]
+            self._written += count
+        if self._written - self._begun >= WRITE_BEHIND:
+            begin_writeback(self._file.fileno(), self._begun, self._written - self._begun)
+            self._begun = self._written
+
+    def skip(self, nbytes: int) -> None:
+        """Append a hole: `nbytes` that read as zeros and take no room on most file systems."""
+        write_event()
+        self._file.truncate(self._file.seek(nbytes, os.SEEK_CUR))
+        self._written += nbytes
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is not None:

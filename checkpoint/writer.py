@@ -11,6 +11,7 @@ from .container import ITEMSIZE, MAX_HEADER
 from .errors import InputError
 from .manifest import FileRecord
 from .stage import AtomicFile
+from .stream import PIECE
 
 ALIGNMENT = 64  # bytes: the data starts on a cache line
 
@@ -64,8 +65,11 @@ class ShardWriter:
         self._left = self.tensors[0].nbytes if self.tensors else 0
         self._skip_empty()
 
-    def _emit(self, view: memoryview) -> None:
-        self._whole.update(view)
+    def _emit(self, view: memoryview, *digests: xxhash.xxh3_128) -> None:
+        for begin in range(0, len(view), PIECE):  # all digests of a piece while it is in the core's cache
+            piece = view[begin : begin + PIECE]
+            for digest in (self._whole, *digests):
+                digest.update(piece)
         self._size += len(view)
         self.file.write(view)
 
@@ -83,8 +87,7 @@ class ShardWriter:
         view = memoryview(data)
         if len(view) > self._left:
             raise ValueError(f"{len(view)} bytes offered, {self._left} left to write")
-        self._current.update(view)
-        self._emit(view)
+        self._emit(view, self._current)
         self._left -= len(view)
         self._skip_empty()
 

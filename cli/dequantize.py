@@ -13,9 +13,17 @@ from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.manifest import Manifest, has_manifest, read_manifest
 from ..checkpoint.sources import HF_QUANT_CONFIG, read_form, without_quantisation
 from ..checkpoint.sources.values import check_values
-from ..convert.dequantize import DTYPES, ConvertedReader, PlainTensor, converted_tensors, source_tensors, write_plain
+from ..convert.dequantize import (
+    DTYPES,
+    ConvertedReader,
+    PlainTensor,
+    converted_tensors,
+    fingerprint,
+    source_tensors,
+    write_plain,
+)
 from ..verify.join import Joined
-from ..verify.ranks import open_ranks
+from ..verify.ranks import open_ranks, rank_directories
 from ..verify.report import Report
 from ..verify.stage import whole_shapes
 from .progress import byte_bar
@@ -24,7 +32,8 @@ EXAMPLE = """example:
   duovolt dequantize converted plain --dtype bfloat16
   duovolt dequantize ranks plain
 
-The result is a plain Hugging Face checkpoint: quantised weights decoded, everything else word for word."""
+The result is a plain Hugging Face checkpoint: quantised weights decoded, everything else word for word.
+An interrupted run is resumed by the same command."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -104,9 +113,11 @@ def run(args: argparse.Namespace) -> int:
     if args.directory.resolve() in (args.target.resolve(), *args.target.resolve().parents):
         raise InputError(f"{args.target}: lies in {args.directory}. Choose another place.")
     side_files = side_files_of(origin)
+    inputs = [args.directory] if origin == args.directory else rank_directories(args.directory)
+    made_from = fingerprint(inputs, args.dtype)
     total = sum(tensor.nbytes for tensor in tensors)
     with byte_bar("dequantize", total, args.quiet) as advance:
-        written = write_plain(tensors, side_files, args.target, advance)
+        written = write_plain(tensors, side_files, args.target, advance, made_from)
     if not args.quiet:
         for notice in notices:
             print(f"notice: {notice}")

@@ -65,7 +65,11 @@ def facts(directory: Path) -> dict[str, Any]:
     """Everything `inspect` prints, as JSON values. Raises InputError for an unreadable directory."""
     checkpoint = Checkpoint.open(directory)
     manifest = read_manifest(directory) if has_manifest(directory) else None
-    config = ModelConfig.from_dict(checkpoint.config, str(directory / "config.json"))
+    where = str(directory / "config.json")
+    if manifest:
+        config = ModelConfig.of_stage(checkpoint.config, manifest, where)
+    else:
+        config = ModelConfig.from_dict(checkpoint.config, where)
     groups = {name: spec.group for name, spec in inventory(config).items()}
     notices = list(checkpoint.notices)
     kinds = _recorded(manifest) if manifest else _declared(checkpoint, notices)

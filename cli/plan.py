@@ -54,6 +54,8 @@ class PlannedResult:
 
 
 def _made(part: PlannedPart) -> str:
+    if part.gather is not None or part.encoding == "int32":
+        return "chosen rows of the head" if part.gather is not None else "ids of the chosen rows"
     if part.part == "plain":
         return "kept as the source has it" if part.stored.dtype == part.origin.dtype else f"cast to {part.encoding}"
     return "kept as the source has it" if part.imported else "quantised"
@@ -65,7 +67,8 @@ def planned(source_path: Path, recipe_name: str, mtp_from: Path | None = None) -
         manifest = read_manifest(source_path)
         if manifest.stage != "converted":
             raise InputError(f"{source_path}: a rank directory; plan its source or converted directory.")
-        return PlannedResult(manifest, ModelConfig.read(source_path), {}, [], manifest.source.dropped)
+        config = ModelConfig.of_stage(Checkpoint.open(source_path).config, manifest, str(source_path / "config.json"))
+        return PlannedResult(manifest, config, {}, [], manifest.source.dropped)
     source = Source.open(source_path, mtp_from)
     recipe = load_recipe(recipe_name)
     plan = plan_conversion(source, recipe)
@@ -83,7 +86,8 @@ def planned(source_path: Path, recipe_name: str, mtp_from: Path | None = None) -
         provenance={},
     )
     made = {name: _made(part) for name, part in plan.parts.items()}
-    return PlannedResult(manifest, source.config, made, source.notices, source.dropped)
+    config = source.config.with_draft_head(recipe.draft_head)
+    return PlannedResult(manifest, config, made, source.notices, source.dropped)
 
 
 def _ranks(manifest: Manifest, config: ModelConfig, tp: int, where: str) -> list[dict[str, Any]]:

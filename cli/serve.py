@@ -7,51 +7,92 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from ..checkpoint.errors import InputError
+from .layers import Option, add_options, settle, truth
+
+EXAMPLE = """examples:
+  duovolt serve ranks/ --lanes 2 --max-context 32768
+  duovolt serve --config serve.toml
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+--backend scripted:FILE answers from JSON lines {"blocks": [[ids...], ...], "delay_ms": 0} (for tests)."""
+
+
+def server_options() -> list[Option]:
+    return [
+        Option("backend", str, "auto, reference or scripted:FILE (default: auto)"),
+        Option("max-context", _integer(2), "tokens of prompt and answer together (default: the model's, up to 32768)"),
+        Option("lanes", _integer(1, 4), "answers made at once, 1 to 4 (default: 1)"),
+        Option("drafts", _integer(0, 5), "tokens drafted a round, 0 to 5 (default: 3)"),
+        Option(
+            "draft-head", _draft_head, "draw drafts with the recipe's reduced head: auto (if there is one), on, off"
+        ),
+        Option(
+            "drafts-from", Path, "JSON list of lists: the drafts of each round (for tests)", metavar="FILE", place=True
+        ),
+        Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 512)"),
+        Option("host", str, "address to listen on (default: 127.0.0.1)"),
+        Option("port", _integer(0, 65535), "port to listen on, 0 for any free one (default: 8000)"),
+        Option(
+            "api-key-file",
+            Path,
+            "file with keys, one a line; clients must send one of them as a bearer token",
+            metavar="FILE",
+            place=True,
+        ),
+        Option("tls-cert", Path, "PEM certificate, with its chain: serve https", metavar="FILE", place=True),
+        Option("tls-key", Path, "PEM key of the certificate, without a password", metavar="FILE", place=True),
+        Option(
+            "cors-origin",
+            str,
+            "origin of web pages that may use the API, such as https://chat.example.org; * for all; repeatable",
+            metavar="ORIGIN",
+            many=True,
+        ),
+        Option(
+            "log-requests",
+            Path,
+            "append a line of JSON a request to FILE, or - for standard output",
+            metavar="FILE",
+            place=True,
+        ),
+        Option("log-content", truth, "also log what was asked and answered (default: no)"),
+        Option("max-waiting", _integer(0), "requests that may wait for a lane (default: 64)"),
+        Option("max-wait-seconds", _seconds(False), "a request that waits longer for a lane gets 503 (default: 600)"),
+        Option("drain-seconds", _seconds(True), "time for running answers at SIGTERM (default: 10)"),
+        Option("watchdog-seconds", _seconds(False), "a step longer than this is a hang (default: 180)"),
+    ]
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "examples:\n"
-        "  duovolt serve ranks/ --lanes 2 --max-context 32768\n"
-        "  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        '    -d \'{"messages": [{"role": "user", "content": "Hello"}]}\'\n'
-        '\n--backend scripted:FILE answers from JSON lines {"blocks": [[ids...], ...], "delay_ms": 0} (for tests).'
+    parser.epilog = EXAMPLE
+    parser.add_argument(
+        "ranks",
+        type=Path,
+        nargs="?",
+        metavar="RANKS",
+        help="folder that holds rank-0-of-N ..., or one rank-0-of-1",
     )
-    add = parser.add_argument
-    add("ranks", type=Path, metavar="RANKS", help="folder that holds rank-0-of-N ..., or one rank-0-of-1")
-    add("--backend", default="auto", help="auto, reference or scripted:FILE (default: auto)")
-    add(
-        "--max-context",
-        type=_integer(2),
-        help="tokens of prompt and answer together (default: the model's, up to 32768)",
-    )
-    add("--lanes", type=_integer(1, 4), default=1, help="answers made at once, 1 to 4 (default: 1)")
-    add("--drafts", type=_integer(0, 5), default=3, help="tokens drafted a round, 0 to 5 (default: 3)")
-    add("--drafts-from", type=Path, metavar="FILE", help="JSON list of lists: the drafts of each round (for tests)")
-    add("--prefill-chunk", type=_integer(1), default=512, help="prompt tokens a step (default: 512)")
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=_integer(0, 65535), default=8000, help="port to listen on, 0 for any free one (default: 8000)")
-    add("--api-key-file", type=Path, metavar="FILE", help="file with the key that clients must send as a bearer token")
-    add("--max-waiting", type=_integer(0), default=64, help="requests that may wait for a lane (default: 64)")
-    add(
-        "--max-wait-seconds",
-        type=_seconds(False),
-        default=600.0,
-        help="a request that waits longer for a lane gets 503 (default: 600)",
-    )
-    add("--drain-seconds", type=_seconds(True), default=10.0, help="time for running answers at SIGTERM (default: 10)")
-    add(
-        "--watchdog-seconds",
-        type=_seconds(False),
-        default=180.0,
-        help="a step longer than this is a hang (default: 180)",
-    )
+    add_options(parser, server_options())
 
 
 def run(args: argparse.Namespace) -> int:
     from ..runtime.proxy.options import ServeOptions
     from ..runtime.proxy.server import serve
 
-    return serve(ServeOptions(**{name: getattr(args, name) for name in ServeOptions.__dataclass_fields__}))
+    given = settle(args, [*server_options(), Option("ranks", Path, "", metavar="a folder", place=True)])
+    if "ranks" not in given:
+        raise InputError("RANKS is missing: name the folder of ranks, or set ranks in --config FILE or DUOVOLT_RANKS.")
+    if given.get("log_content") and "log_requests" not in given:
+        raise InputError("--log-content adds to the log of --log-requests, which is not given.")
+    return serve(ServeOptions(**given, quiet=args.quiet))
+
+
+def _draft_head(text: str) -> str:
+    if text not in ("auto", "on", "off"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, on, off")
+    return text
 
 
 def _integer(low: int, high: int | None = None) -> Callable[[str], int]:

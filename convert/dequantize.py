@@ -7,22 +7,24 @@ rounding a float32 `A_log`), and is widened, exactly, in float32 output.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..checkpoint.bands import OURS, CanonicalReader, DecodedWeight, Dialect, band_edges, canonical_rows, decode_band
 from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, read_range
+from ..checkpoint.digest import digest_json
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import PLAIN_OF_DTYPE, part_of
 from ..checkpoint.encodings.plain import to_bf16, to_float32
 from ..checkpoint.encodings.weights import weights_of
-from ..checkpoint.errors import InputError
 from ..checkpoint.files import plan_files
-from ..checkpoint.manifest import Manifest
+from ..checkpoint.manifest import DRAFT_HEAD, Manifest, has_manifest, read_manifest
 from ..checkpoint.sources import SourceForm, dialect_of, producer_of
 from ..checkpoint.sources.base import SourceWeight
 from ..checkpoint.stage import StageDirectory, disk_errors, require_space
 from ..checkpoint.writer import Planned, ShardWriter
+from ..model.inventory import DRAFT_IDS
 
 MAX_SHARD_BYTES = 5_000_000_000
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -110,10 +112,15 @@ def _decoded(weight: SourceWeight, dtype: str, dialect: Dialect) -> PlainTensor:
 
 
 def converted_tensors(manifest: Manifest, reader: CanonicalReader, dtype: str) -> Iterator[PlainTensor]:
-    """The logical weights of a converted directory, or of its ranks joined by `reader`."""
+    """The logical weights of a converted directory, or of its ranks joined by `reader`.
+
+    A draft head is left out: its rows are the head's, and no other program knows it.
+    """
     source = manifest.source
     theirs = dialect_of(producer_of(source.quantization_config, source.hf_quant_config), dtype)
     for weight, names in weights_of(manifest).items():
+        if weight in (DRAFT_HEAD, DRAFT_IDS):
+            continue
         records = {part: (name, manifest.tensors[name]) for part, name in names.items()}
         # What we quantised ourselves has the scales that we chose, to the last bit.
         imported = len({ref.name for _, record in records.values() for ref in record.sources}) > 1
@@ -140,22 +147,48 @@ def _plain(name: str, stored: str, shape: tuple[int, ...], words: Rows, wanted: 
     return PlainTensor(name, "F32", shape, lambda first, last: to_float32(words(first, last), stored))
 
 
-def write_plain(
-    tensors: list[PlainTensor], side_files: Mapping[str, Path | bytes], target: Path, advance: Callable[[int], None]
-) -> int:
-    """Write a plain checkpoint into the new or empty directory `target`; the bytes of tensor data written.
+def fingerprint(directories: list[Path], dtype: str) -> str:
+    """Names what a plain checkpoint is made from, so that an interrupted run is resumed with the same input only.
 
-    Raises InputError if the directory is not empty, EnvironmentFault if the disk is too small.
+    A manifest's digest stands for its directory; for the files of a source stand size and time of the last change, as
+    reading them all would be most of the work.
     """
-    if target.exists() and target.is_dir() and any(target.iterdir()):
-        raise InputError(f"{target}: not empty. Choose a new directory.")
+    found: list[Any] = [dtype]
+    for directory in directories:
+        if has_manifest(directory):
+            found.append(read_manifest(directory).digest)
+            continue
+        checkpoint = Checkpoint.open(directory)
+        for name in sorted([*checkpoint.headers, *checkpoint.side_files]):
+            status = (directory / name).stat()
+            found.append([name, status.st_size, status.st_mtime_ns])
+    return digest_json(found)
+
+
+def write_plain(
+    tensors: list[PlainTensor],
+    side_files: Mapping[str, Path | bytes],
+    target: Path,
+    advance: Callable[[int], None],
+    made_from: str,
+) -> int:
+    """Write a plain checkpoint into the new or empty directory `target`, or finish one; the bytes of its tensor data.
+
+    `made_from` is the `fingerprint` of the input. Raises InputError if the directory holds something else,
+    EnvironmentFault if the disk is too small.
+    """
     planned = {tensor.name: tensor.planned for tensor in tensors}
     total = sum(tensor.nbytes for tensor in planned.values())
-    require_space(target, total)
+    with disk_errors(target):
+        there = sum(p.stat().st_size for p in target.iterdir() if p.is_file()) if target.is_dir() else 0
+        require_space(target, max(0, total - there))
     by_name = {tensor.name: tensor for tensor in tensors}
     files = plan_files([[tensor] for tensor in planned.values()], MAX_SHARD_BYTES)
-    with StageDirectory(target, "dequantize") as stage, disk_errors(target):
+    with StageDirectory(target, f"plain checkpoint of {made_from}") as stage, disk_errors(target):
         for file, contents in files:
+            if stage.resume(file) is not None:
+                advance(sum(item.nbytes for item in contents))
+                continue
             with stage.create(file) as handle:
                 writer = ShardWriter(handle, contents, {"format": "pt"})
                 for item in contents:
@@ -165,7 +198,10 @@ def write_plain(
                 record = writer.close()
             stage.finished(file, record)
         for name, content in side_files.items():
-            stage.put(name, content if isinstance(content, bytes) else content.read_bytes())
+            if isinstance(content, bytes):
+                stage.put(name, content)
+            else:
+                stage.copy(content)
         stage.put_index({item.name: file for file, contents in files for item in contents}, total)
         stage.finish()
     return total

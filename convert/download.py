@@ -4,6 +4,7 @@ Every step can be killed at any moment; running the same command again continues
 is the one of an unbroken run.
 """
 
+import glob
 import shutil
 import threading
 from collections import deque
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.directory import DOWNLOAD_RECORD, INDEX, MANIFEST, MAX_JSON, Checkpoint
+from ..checkpoint.download_record import PENDING, DownloadRecord, finish_record, read_record
 from ..checkpoint.errors import EnvironmentFault, InputError
-from ..checkpoint.stage import LOCK, TEMPORARY, DirectoryLock, disk_errors, require_space, sync_directory, write_event
+from ..checkpoint.stage import LOCK, TEMPORARY, DirectoryLock, disk_errors, require_space
 from .download_progress import NoProgress, Progress
-from .download_record import DownloadRecord
 from .fetchlist import FetchList, choose, weight_files
 from .hub import Listing, Patience, RemoteFile, Stopped, list_repo
 from .localfile import LocalFile
@@ -63,11 +64,13 @@ def download(
     workers: int = 4,
     dry_run: bool = False,
     progress: Progress | None = None,
+    again: DownloadRecord | None = None,
 ) -> DownloadReport:
     """Fetch `repo` at `revision` (default main) into `dst`: every file its index names, and every side file.
 
     endpoint: a hub's URL, None for the library's default. include: globs that narrow the side files. dry_run: plan
-    and write nothing. Raises InputError (names, access, revision), CheckFailed (content), EnvironmentFault (disk,
+    and write nothing. again: fetch exactly what this record lists, at its commit, as `repo` and `revision` were asked
+    for then. Raises InputError (names, access, revision), CheckFailed (content), EnvironmentFault (disk,
     network).
     """
     if not 1 <= workers <= MAX_WORKERS:
@@ -76,7 +79,9 @@ def download(
         raise InputError(f"{dst}: exists and is not a directory.")
     try:
         with disk_errors(dst):
-            job = _Download(repo, dst, revision, endpoint, include, workers, progress or NoProgress())
+            pinned = None if again is None else again.commit
+            wanted = include if again is None else [glob.escape(name) for name in again.files]
+            job = _Download(repo, dst, revision, endpoint, wanted, workers, progress or NoProgress(), pinned)
             return job.plan(dry_run=True) if dry_run else job.run()
     except OSError as error:
         raise EnvironmentFault(f"{error.filename or dst}: {error.strerror or error}.") from error
@@ -94,6 +99,7 @@ class _Download:
         include: Sequence[str],
         workers: int,
         progress: Progress,
+        commit: str | None,
     ) -> None:
         self._dst = dst
         self._workers = workers
@@ -101,7 +107,8 @@ class _Download:
         self._stop = threading.Event()
         self._transfer = Transfer(self._stop, progress, FIRST_PAUSE)
         patience = Patience(self._stop, first_seconds=FIRST_PAUSE)
-        self._listing: Listing = list_repo(repo, revision, endpoint, patience)
+        self._listing: Listing = list_repo(repo, commit or revision, endpoint, patience)
+        self._listing.revision = revision or self._listing.revision
         self._index = self._read_index(patience)
         self._choice: FetchList = choose(self._listing, weight_files(self._listing, self._index), include)
         self._remotes = [self._listing.file(name, patience) for name in self._choice.files]
@@ -159,8 +166,9 @@ class _Download:
             self._clear_stale(wanted)
             require_space(self._dst, report.needed)
             record = DownloadRecord.of(report.repo, report.revision, report.commit, self._remotes)
-            if wanted:
-                self._withdraw_record()
+            unfinished = bool(wanted) or (self._dst / PENDING).exists() or self._recorded() != record
+            if unfinished:
+                record.write_pending(self._dst)
             for file in report.files:
                 if file.defect not in (None, "missing"):
                     self._progress.notice(f"{file.name}: {file.defect}; fetched anew")
@@ -169,7 +177,8 @@ class _Download:
             self._each(self._fetch, [item for item in wanted if item not in manifest])
             self._each(self._fetch, manifest)
             self._sweep()
-            record.write(self._dst)
+            if unfinished:
+                finish_record(self._dst)
         self._look()
         return report
 
@@ -190,13 +199,11 @@ class _Download:
                 self._progress.notice(f"{item.remote.name}: the partial is useless ({why}), thrown away")
                 item.discard_partial()
 
-    def _withdraw_record(self) -> None:
-        """From here on the directory is unfinished, and must not say otherwise."""
-        record = self._dst / DOWNLOAD_RECORD
-        if record.exists():
-            write_event()
-            record.unlink()
-            sync_directory(self._dst)
+    def _recorded(self) -> DownloadRecord | None:
+        try:
+            return read_record(self._dst)
+        except InputError:
+            return None  # broken: written anew
 
     def _sweep(self) -> None:
         """Remove what killed runs left behind: our own partials and temporary files, nobody else's."""

@@ -4,20 +4,18 @@ Metadata calls go through `huggingface_hub` (endpoint, token, proxy and offline 
 carries our byte requests too.
 """
 
-import hashlib
 import importlib
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+from ..checkpoint.download_record import ContentDigest, DigestKind, unusable_name
 from ..checkpoint.errors import DuovoltError, EnvironmentFault, InputError
-from .download_record import DigestKind
 
 # The library's HTTP client: httpx2 from its version 2 on, httpx before. Both have the classes used here.
 http: Any = importlib.import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0])
@@ -28,25 +26,6 @@ LONGEST_WAIT = 300.0  # seconds: a server that asks for a longer pause gets an e
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 Answer = TypeVar("Answer")
-
-
-class ContentDigest:
-    """The digest by which the hub names a file's content.
-
-    `sha256` of the bytes for LFS files; for git files git's blob id: sha1 of `blob <size>\\0` and the bytes.
-    """
-
-    def __init__(self, kind: DigestKind, size: int) -> None:
-        if kind == "sha256":
-            self._state = hashlib.sha256()
-        else:
-            self._state = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-
-    def update(self, data: bytes | memoryview) -> None:
-        self._state.update(data)
-
-    def hexdigest(self) -> str:
-        return self._state.hexdigest()
 
 
 class Stopped(Exception):
@@ -148,23 +127,6 @@ def list_repo(repo: str, revision: str | None, endpoint: str | None, patience: P
             raise InputError(f"{repo}: the server lists {name!r} twice.")
         listing.files[name] = _described(listing, sibling)
     return listing
-
-
-def unusable_name(name: Any) -> str | None:
-    """Why a name from the server must not become a local path; None for a plain relative path."""
-    if not isinstance(name, str) or not name:
-        return "no name"
-    if any(ord(letter) < 32 or ord(letter) == 127 or 0xD800 <= ord(letter) < 0xE000 for letter in name):
-        return "control or unpaired characters"
-    if "\\" in name or re.match(r"[A-Za-z]:", name):
-        return "a path of another system"
-    if name.startswith("/"):
-        return "an absolute path"
-    if ".." in name.split("/"):
-        return "a path that climbs out"
-    if PurePosixPath(name).as_posix() != name or name == ".":
-        return "not a plain relative path"
-    return None
 
 
 def _described(listing: Listing, sibling: Any) -> RemoteFile | None:

@@ -5,7 +5,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from .. import __version__
-from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks
+from ..checkpoint.container import ITEMSIZE, NUMPY_DTYPE, TensorEntry, blocks
 from ..checkpoint.digest import digest_file, digest_json, json_bytes
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings.plain import LARGEST, from_float32, to_float32
@@ -30,10 +30,12 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
+from ..checkpoint.reopen import reopen
 from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
+from .draft_head import DraftHead
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .quantisers import QUANTISERS, Quantiser, compiled
 from .quantisers.bands import BandEncoder
@@ -58,8 +60,10 @@ class ConversionReport:
     arithmetic: str = ""
 
 
-def conversion_id(source: Source, recipe: Recipe, facts: SourceFacts, side: dict[str, str]) -> str:
-    """Digest of exactly what decides the output bytes: input bytes, recipe, format version."""
+def conversion_id(
+    source: Source, recipe: Recipe, facts: SourceFacts, side: dict[str, str], draft: DraftHead | None = None
+) -> str:
+    """Digest of exactly what decides the output bytes: input bytes, recipe, format version, ids of a draft head."""
     tensors = {
         name: [entry.dtype, list(entry.shape), facts.tensors[name].digest] for name, entry in source.entries.items()
     }
@@ -71,6 +75,7 @@ def conversion_id(source: Source, recipe: Recipe, facts: SourceFacts, side: dict
             "tensors": tensors,
             "side_files": side,
         }
+        | ({} if draft is None else {"draft_head": draft.digest})
     )
 
 
@@ -85,7 +90,7 @@ def _require_apart(source: Path, target: Path) -> None:
 def _require_castable(plan: ConversionPlan, facts: SourceFacts) -> None:
     """Raises InputError naming tensor, index and value of the first that a narrower dtype cannot hold."""
     for part in plan.parts.values():
-        largest = LARGEST[part.stored.dtype] if part.part == "plain" else None
+        largest = LARGEST.get(part.stored.dtype) if part.part == "plain" else None
         if largest is None or facts.tensors[part.origin.name].row_amax.max(initial=0) <= largest:
             continue
         entry = part.origin
@@ -121,6 +126,22 @@ def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantise
     return found
 
 
+def gathered(bands: Iterable[np.ndarray], rows: np.ndarray) -> Iterator[np.ndarray]:
+    """The chosen `rows`, ascending, of a matrix that comes as bands; in bands of whole tile rows, but for the last."""
+    first, ready = 0, []
+    for band in bands:
+        low, high = np.searchsorted(rows, (first, first + len(band)))
+        ready.append(band[rows[low:high] - first])
+        first += len(band)
+        if (count := sum(map(len, ready))) >= len(band):
+            joined, whole = np.concatenate(ready), count // ROWS * ROWS
+            ready = [joined[whole:]]
+            if whole:
+                yield joined[:whole]
+    if (left := np.concatenate(ready)).size:
+        yield left
+
+
 class _Converter:
     def __init__(
         self,
@@ -142,7 +163,9 @@ class _Converter:
             writer = ShardWriter(handle, tensors, file_metadata(identity))
             for tensor in tensors:
                 part = self.plan.parts[tensor.name]
-                if part.part == "plain":
+                if self.plan.draft is not None and part.origin is self.plan.draft.origin:
+                    writer.write(self.plan.draft.ids)
+                elif part.part == "plain":
                     self._copy(writer, part)
                 elif part.imported:
                     self._repack(writer, part, pool)
@@ -168,9 +191,19 @@ class _Converter:
             yield block
         require_unchanged(entry, self.facts.tensors[entry.name].digest, digest.hexdigest())
 
+    def _bands(self, part: PlannedPart) -> Iterator[np.ndarray]:
+        """The source's words that a part is made of, [rows, words], in bands of whole tile rows."""
+        entry = part.origin
+        whole = (
+            np.frombuffer(block, NUMPY_DTYPE[entry.dtype]).reshape(-1, entry.nbytes // ITEMSIZE[entry.dtype] // rows)
+            for rows in (entry.shape[0],)
+            for block in self._blocks(entry, row_band(entry, BAND_BYTES, ROWS))
+        )
+        return whole if part.gather is None else gathered(whole, part.gather)
+
     def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
         dtype = part.origin.dtype
-        for block in self._blocks(part.origin, BAND_BYTES):
+        for block in self._blocks(part.origin, BAND_BYTES) if part.gather is None else self._bands(part):
             if dtype == part.stored.dtype:  # never through arithmetic, which might touch a NaN's payload
                 writer.write(block)
             else:
@@ -183,11 +216,13 @@ class _Converter:
         if name in self.global_scales:
             return np.array(self.global_scales[name], np.float32)
         quantiser = QUANTISERS[self.encoder.quantiser]
-        return quantiser.row_scales(self.facts.tensors[part.origin.name].row_amax, part.origin.dtype)
+        amax = self.facts.tensors[part.origin.name].row_amax
+        return quantiser.row_scales(amax if part.gather is None else amax[part.gather], part.origin.dtype)
 
     def _repack(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor) -> None:
         pending: deque[Future[np.ndarray]] = deque()
-        for block in self._blocks(part.origin, row_band(part.origin, BAND_BYTES, ROWS)):
+        whole = self._blocks(part.origin, row_band(part.origin, BAND_BYTES, ROWS))
+        for block in whole if part.gather is None else (band.tobytes() for band in self._bands(part)):
             pending.append(pool.submit(repacked, part, bytes(block)))
             if len(pending) > self.workers + 1:
                 writer.write(pending.popleft().result())
@@ -196,7 +231,6 @@ class _Converter:
 
     def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
         entry = part.origin
-        columns = entry.shape[1]
         scale = self._scale(part)
         block_scale = self.block_scales.get(part.spec.name)
         pending: deque[Future[tuple[np.ndarray, np.ndarray | None]]] = deque()
@@ -213,8 +247,8 @@ class _Converter:
             return self.encoder.nvfp4(rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout)
 
         first = 0
-        for block in self._blocks(entry, row_band(entry, BAND_BYTES, ROWS)):
-            rows = np.frombuffer(block, NUMPY_DTYPE[entry.dtype]).reshape(-1, columns).copy()
+        for band in self._bands(part):
+            rows = band.copy()
             pending.append(pool.submit(work, rows, first))
             first += len(rows)
             if len(pending) > self.workers + 1:
@@ -271,11 +305,13 @@ def convert(
     advance: Advance,
     mtp_from: Path | None = None,
     arithmetic: str = "auto",
+    keep: Collection[str] | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
     `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
     `arithmetic`: `auto`, `compiled` or `numpy`, the same bytes at another speed.
+    `keep`: repair a finished `target`: these of its files are proved right, the others are written again.
 
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """
@@ -283,8 +319,9 @@ def convert(
     for place in filter(None, (source_path, mtp_from)):
         _require_apart(place, target)
     plan = plan_conversion(source, recipe)
-    if not target.exists():
-        require_space(target, plan.nbytes)
+    with disk_errors(target):
+        there = sum(p.stat().st_size for p in target.iterdir() if p.is_file()) if target.is_dir() else 0
+        require_space(target, max(0, plan.nbytes - there))
     words = [part for part in plan.parts.values() if part.part == "words" and not part.imported]
     with ThreadPoolExecutor(1) as aside:  # numba takes a second to load, in which the source can be read
         loading = aside.submit(compiled.choose, arithmetic, sum(part.origin.nbytes for part in words))
@@ -292,10 +329,13 @@ def convert(
     loops = loading.result()
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
-    identity = conversion_id(source, recipe, facts, _side_files(source))
+    identity = conversion_id(source, recipe, facts, _side_files(source), plan.draft)
+    run_name = f"conversion {identity}"
+    if keep is not None:
+        reopen(target, run_name, identity, keep, {"recipe": recipe.resolved()})
     if (done := _already_done(target, identity, source)) is not None:
         return done
-    with StageDirectory(target, f"conversion {identity}") as stage, ThreadPoolExecutor(workers) as pool:
+    with StageDirectory(target, run_name) as stage, ThreadPoolExecutor(workers) as pool:
         encoder = BandEncoder(recipe.quantiser, loops)
         converter = _Converter(plan, facts, encoder, global_scales, workers, advance)
         digests: dict[str, str] = {}

@@ -43,17 +43,27 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first matching rule decides. `layout` is a layout family (`v100` or `canonical`); `max_shard_bytes` bounds the
-    files of every later stage; `quantiser` is a name of convert/quantisers."""
+    files of every later stage; `quantiser` is a name of convert/quantisers. `draft_head`: rows of a draft head of
+    reduced vocabulary, 0 for none; `draft_head_tokens`: a file with token ids, the most frequent first."""
 
     name: str
     layout: Literal["v100", "canonical"]
     max_shard_bytes: int
     rules: list[Rule]
     quantiser: str = "default"
+    draft_head: int = 0
+    draft_head_tokens: str | None = None
 
     def resolved(self) -> dict[str, Any]:
-        """The recipe as plain JSON, for the manifest and the conversion id."""
-        return dict(msgspec.to_builtins(self))
+        """The recipe as plain JSON, for the manifest and the conversion id.
+
+        Without the path of the token list: where it lay decides nothing, and what it chose is stored.
+        """
+        found = dict(msgspec.to_builtins(self))
+        del found["draft_head_tokens"]
+        if not self.draft_head:
+            del found["draft_head"]
+        return found
 
     def encodings(self, config: ModelConfig) -> dict[str, str | None]:
         """tensor name -> encoding, None for 'kept'; the first matching rule wins.
@@ -93,6 +103,16 @@ def _require_matrix(spec: TensorSpec, encoding: str, recipe: str) -> None:
         raise InputError(f"recipe {recipe!r}: {spec.name} is {list(spec.shape)}; {encoding} stores matrices only.")
 
 
+def recorded_recipe(resolved: Any, where: str) -> Recipe:
+    """The recipe that a manifest or a journal records. Raises InputError for what is none."""
+    try:
+        recipe = msgspec.convert(resolved, Recipe, strict=True)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: holds no recipe of this duovolt ({error}); name one with --recipe.") from None
+    _require_sense(recipe, where)
+    return recipe
+
+
 def load_recipe(name_or_path: str) -> Recipe:
     """A built-in recipe by name, or a TOML file. Raises InputError for anything that is no recipe."""
     builtin = {file.name.removesuffix(".toml"): file for file in (resources.files(__package__) / "recipes").iterdir()}
@@ -111,6 +131,9 @@ def load_recipe(name_or_path: str) -> Recipe:
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise InputError(f"recipe {name_or_path}: {error}.") from None
     _require_sense(recipe, name_or_path)
+    if recipe.draft_head_tokens is not None:  # as the recipe's author sees it: beside the recipe
+        beside = Path(name_or_path).parent / recipe.draft_head_tokens
+        recipe = msgspec.structs.replace(recipe, draft_head_tokens=str(beside))
     return recipe
 
 
@@ -123,5 +146,7 @@ def _require_sense(recipe: Recipe, where: str) -> None:
             raise InputError(f"recipe {where}: a rule ({rule.encoding}) has neither roles nor names.")
     if recipe.quantiser not in QUANTISERS:
         raise InputError(f"recipe {where}: quantiser {recipe.quantiser!r} is none of {', '.join(QUANTISERS)}.")
+    if recipe.draft_head < 0 or (recipe.draft_head_tokens is not None and not recipe.draft_head):
+        raise InputError(f"recipe {where}: draft_head is {recipe.draft_head}; give the number of rows to keep.")
     if recipe.max_shard_bytes < 1:
         raise InputError(f"recipe {where}: max_shard_bytes is {recipe.max_shard_bytes}.")

@@ -15,6 +15,7 @@ import xxhash
 from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, blocks
 from ..checkpoint.digest import BLOCK
 from ..checkpoint.directory import DOWNLOAD_RECORD, Checkpoint
+from ..checkpoint.download_record import read_record
 from ..checkpoint.encodings import PLAIN_OF_DTYPE, PartName
 from ..checkpoint.encodings.plain import to_float32
 from ..checkpoint.errors import CheckFailed, InputError
@@ -25,7 +26,6 @@ from ..checkpoint.sources.values import bad_value, refusal
 from ..model.config import ModelConfig, without_mtp
 from ..model.inventory import EMBED, HEAD, TensorSpec, check_closed
 from ..model.names import family_names
-from .download_record import read_record
 
 Advance = Callable[[int], None]
 
@@ -145,7 +145,14 @@ def _open_checkpoint(path: Path) -> Checkpoint:
         raise InputError(f"{path}: already converted by duovolt (it has a manifest). Give the source directory.")
     if path.is_dir() and not (path / DOWNLOAD_RECORD).exists() and any(path.glob(".*.part")):
         raise InputError(f"{path}: unfinished download. Run the same `duovolt download` again; it resumes.")
-    return Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path)
+    record = read_record(path)
+    if record is not None and (lost := [name for name in record.files if not (path / name).is_file()]):
+        raise InputError(
+            f"{path}: {len(lost)} of the files that {DOWNLOAD_RECORD} lists are missing: {', '.join(lost[:8])}. Run the "
+            f"same `duovolt download` again, or remove {DOWNLOAD_RECORD} if they went on purpose."
+        )
+    return checkpoint
 
 
 def _by_family_name(form: SourceForm, where: str) -> dict[str, SourceWeight]:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from .hub import ContentDigest
+from ..checkpoint.download_record import ContentDigest
 
 LFS = (".safetensors", ".bin", ".gguf", ".pt")
 CHUNK = 16 << 10

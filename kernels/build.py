@@ -1,10 +1,11 @@
 """CUDA sources to PTX and machine code with NVRTC, and a cache of the results. Needs no GPU, driver or toolkit.
 
 `sm_XY` gives machine code (a cubin) for one architecture, `compute_XY` PTX that a driver compiles for any newer card.
-A V100 loads the sm_70 cubin; another card runs compute_70 PTX, so that what is tested there is what a V100 gets.
+A V100 loads the sm_70 cubin. Another card loads machine code of its own, where the sources use what newer cards have,
+or compute_70 PTX, which is what a V100 gets. An NVRTC of CUDA 12 reaches all of them, one of CUDA 13 all but Volta.
 
 The cache is `$XDG_CACHE_HOME/duovolt/kernels`, keyed by sources, options and compiler version. If `DUOVOLT_KERNELS`
-names a directory that `duovolt kernels build --out` filled, that one is read instead and nothing is compiled.
+names a directory that `duovolt kernels build --out` filled, what is found there is not compiled.
 """
 
 import functools
@@ -46,35 +47,38 @@ def sources() -> list[str]:
     return sorted(path.name for path in CSRC.glob("*.cu"))
 
 
-def options(arch: str) -> list[str]:
-    """Compiler options for `sm_XY` or `compute_XY`. Raises InputError for any other name or an older architecture."""
+def options(arch: str, defines: tuple[str, ...] = ()) -> list[str]:
+    """Compiler options for `sm_XY` or `compute_XY`, with preprocessor `defines` (`NAME` or `NAME=VALUE`).
+
+    Raises InputError for any other name or an older architecture.
+    """
     match = _ARCH.fullmatch(arch)
     if match is None or int(match[2]) < OLDEST:
         raise InputError(
             f"architecture {arch!r}: expected sm_XY (machine code) or compute_XY (PTX), XY at least {OLDEST}; "
             "a V100 is sm_70."
         )
-    return [f"--gpu-architecture={arch}", "--std=c++17"]
+    return [f"--gpu-architecture={arch}", "--std=c++17", *(f"--define-macro={define}" for define in defines)]
 
 
-def file_name(source: str, arch: str) -> str:
+def file_name(source: str, arch: str, defines: tuple[str, ...] = ()) -> str:
     """Name under which `--out` stores a compiled source: it holds a digest of sources and options, no compiler version."""
     kind = "cubin" if arch.startswith("sm_") else "ptx"
-    return f"{Path(source).stem}.{arch}.{_key(source, arch)[:16]}.{kind}"
+    return f"{Path(source).stem}.{arch}.{_key(source, options(arch, defines))[:16]}.{kind}"
 
 
-def build(source: str, arch: str) -> Built:
-    """Compile one of `sources` for `arch`, or take it from the cache.
+def build(source: str, arch: str, defines: tuple[str, ...] = ()) -> Built:
+    """Compile one of `sources` for `arch` with `defines`, or take it from the cache.
 
     Raises InputError for an architecture that is misspelt or unknown to the compiler, EnvironmentFault if NVRTC is
     missing, cannot reach a V100, fails, or if the cache cannot be written.
     """
     begin = time.perf_counter()
-    arguments = options(arch)
+    arguments = options(arch, defines)
     compiler = _compiler()
     version = _version(compiler)
     _check_target(compiler, version, arch)
-    path = cache_directory() / f"{_key(source, arch, *map(str, version))}.bin"
+    path = cache_directory() / f"{_key(source, [*arguments, *map(str, version)])}.bin"
     image = _read_cached(path)
     cached = image is not None
     if image is None:
@@ -83,19 +87,25 @@ def build(source: str, arch: str) -> Built:
     return Built(source, arch, image, time.perf_counter() - begin, cached, path)
 
 
-def image_for(source: str, arch: str) -> bytes:
-    """The compiled source to load: from the directory that `DUOVOLT_KERNELS` names if it is set, else from `build`."""
+def image_for(source: str, arch: str, defines: tuple[str, ...] = ()) -> bytes:
+    """The compiled source to load: from the directory that `DUOVOLT_KERNELS` names if it is there, else from `build`.
+
+    Raises as `build` does; EnvironmentFault names the directory if it lacks the file and nothing can be compiled.
+    """
     prebuilt = os.environ.get(PREBUILT_VARIABLE)
     if not prebuilt:
-        return build(source, arch).image
-    path = Path(prebuilt) / file_name(source, arch)
+        return build(source, arch, defines).image
+    path = Path(prebuilt) / file_name(source, arch, defines)
     try:
         return path.read_bytes()
     except OSError as error:
-        raise EnvironmentFault(
-            f"{path}: {error.strerror}. {PREBUILT_VARIABLE} must name a directory built from this version's sources: "
-            f"duovolt kernels build --arch {arch} --out {prebuilt}; or unset it to compile here."
-        ) from None
+        try:
+            return build(source, arch, defines).image
+        except EnvironmentFault as fault:
+            raise EnvironmentFault(
+                f"{path}: {error.strerror}. {PREBUILT_VARIABLE} must name a directory built from this version's "
+                f"sources: duovolt kernels build --arch {arch} --out {prebuilt}. Nor can it be compiled here: {fault}"
+            ) from None
 
 
 def write_out(built: Built, directory: Path) -> Path:
@@ -117,9 +127,9 @@ def _texts(source: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (CSRC / source, *sorted(CSRC.glob("*.cuh")))}
 
 
-def _key(source: str, arch: str, *more: str) -> str:
+def _key(source: str, parts: list[str]) -> str:
     digest = xxhash.xxh3_128()
-    for part in (*options(arch), *more):
+    for part in parts:
         digest.update(part.encode() + b"\0")
     for name, text in _texts(source).items():
         digest.update(f"{name} {len(text)}\0".encode() + text)

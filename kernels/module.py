@@ -1,21 +1,31 @@
 """A compiled CUDA source on a device: loading through the driver, and launching on torch's current stream."""
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..checkpoint.errors import EnvironmentFault
+from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import INSTALL, OLDEST, image_for
 
-Argument = torch.Tensor | int | None  # a pointer, a 32-bit integer, the null pointer
+Argument = (
+    torch.Tensor | int | float | ctypes.Structure | None
+)  # pointer, int32, float32, struct by value, null pointer
+Grid = int | tuple[int, int] | tuple[int, int, int]
+PORTABLE = "compute_70"
+_DEFAULT_SHARED = 48 << 10  # bytes a block may have without asking
+_forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
 
 
-def arch_for(capability: tuple[int, int]) -> str:
-    """What a card of a compute capability loads: the sm_70 cubin on a V100, compute_70 PTX on a newer card.
+def arches_for(capability: tuple[int, int]) -> list[str]:
+    """What a card of a compute capability can load, best first: its own machine code, then compute_70 PTX.
 
+    A V100 has machine code only: PTX of a recent compiler may need a newer driver than the last one that drives it.
     Raises EnvironmentFault for an older card.
     """
     number = 10 * capability[0] + capability[1]
@@ -23,49 +33,80 @@ def arch_for(capability: tuple[int, int]) -> str:
         raise EnvironmentFault(
             f"a GPU of compute capability {capability[0]}.{capability[1]} is too old: duovolt's kernels need 7.0 (V100)."
         )
-    return "sm_70" if number == OLDEST else "compute_70"
+    return ["sm_70"] if number == OLDEST else [f"sm_{number}", PORTABLE]
+
+
+@contextlib.contextmanager
+def forced_arch(arch: str) -> Iterator[None]:
+    """Within it, `load` gives modules of this architecture: `PORTABLE` runs on a newer card what a V100 runs."""
+    token = _forced_arch.set(arch)
+    try:
+        yield
+    finally:
+        _forced_arch.reset(token)
 
 
 class Module:
-    """The kernels of one source on one device, loaded into the context that torch uses."""
+    """The kernels of one source on one device, loaded into the context that torch uses. `arch`: what was loaded."""
 
-    def __init__(self, source: str, device: int) -> None:
-        """Compile or take from the cache, then load. Raises EnvironmentFault if compiler, driver or card cannot."""
+    def __init__(self, source: str, device: int, arches: list[str], defines: tuple[str, ...] = ()) -> None:
+        """Load the first of `arches` that can be had. Raises EnvironmentFault if compiler, driver or card cannot."""
         self._driver = _driver()
-        arch = arch_for(torch.cuda.get_device_capability(device))
-        image = image_for(source, arch)
-        if not arch.startswith("sm_"):
+        self._device = device
+        self.arch, image = _first_image(source, arches, defines)
+        if not self.arch.startswith("sm_"):
             image += b"\0"  # the driver takes PTX as a C string
         self._call("cuInit", 0)
-        self._device = device
         self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device))
         self._call("cuCtxPushCurrent", self._context)
         try:
-            self._module = self._call("cuModuleLoadData", image, what=f"loading {source} ({arch})")
+            self._module = self._call("cuModuleLoadData", image, what=f"loading {source} ({self.arch})")
         finally:
             self._call("cuCtxPopCurrent")
         self._functions: dict[str, Any] = {}
+        self._shared: dict[str, int] = {}
 
-    def launch(self, name: str, blocks: int, threads: int, arguments: tuple[Argument, ...]) -> None:
+    def launch(
+        self, name: str, blocks: Grid, threads: int, arguments: tuple[Argument, ...], shared_bytes: int = 0
+    ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
-        Raises EnvironmentFault if the driver refuses.
+        `shared_bytes`: dynamic shared memory a block, above 48 KB too. Raises EnvironmentFault if the driver refuses.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        values = tuple(item.data_ptr() if isinstance(item, torch.Tensor) else item or 0 for item in arguments)
-        types = tuple(ctypes.c_int if isinstance(item, int) else ctypes.c_void_p for item in arguments)
+        values = [_as_ctypes(item) for item in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        grid = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1)[:3]
         # The thread's current context may be another device's, and torch's own notion of it must not change.
         self._call("cuCtxPushCurrent", self._context)
         try:
-            if name not in self._functions:
-                self._functions[name] = self._call("cuModuleGetFunction", self._module, name.encode())
+            function = self._function(name, shared_bytes)
             self._call(
                 "cuLaunchKernel",
-                *(self._functions[name], blocks, 1, 1, threads, 1, 1, 0, stream, (values, types), 0),
+                *(function, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0),
                 what=f"launching {name}",
             )
         finally:
             self._call("cuCtxPopCurrent")
+
+    def attribute(self, name: str, attribute: str) -> int:
+        """A `CUfunction_attribute` of kernel `name`, for example NUM_REGS or SHARED_SIZE_BYTES."""
+        wanted = getattr(self._driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}")
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            return int(self._call("cuFuncGetAttribute", wanted, self._function(name, 0)))
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def _function(self, name: str, shared_bytes: int) -> Any:
+        if name not in self._functions:
+            self._functions[name] = self._call("cuModuleGetFunction", self._module, name.encode())
+        function = self._functions[name]
+        if shared_bytes > max(_DEFAULT_SHARED, self._shared.get(name, 0)):
+            limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", function, limit, shared_bytes, what=f"shared memory of {name}")
+            self._shared[name] = shared_bytes
+        return function
 
     def _call(self, function: str, *arguments: Any, what: str = "") -> Any:
         status, *values = getattr(self._driver, function)(*arguments)
@@ -73,17 +114,43 @@ class Module:
             _, name = self._driver.cuGetErrorName(status)
             _, text = self._driver.cuGetErrorString(status)
             reason = f"{text.decode()} ({name.decode()})" if text and name else f"error {int(status)}"
-            raise EnvironmentFault(f"{what or function} failed on GPU {self._device_name()}: {reason}.")
+            raise EnvironmentFault(f"{what or function} failed on GPU {self._device}: {reason}.")
         return values[0] if values else None
 
-    def _device_name(self) -> str:
-        return str(getattr(self, "_device", "?"))
+
+def load(source: str, device: int, defines: tuple[str, ...] = ()) -> Module:
+    """The module of a source on a device, loaded once a process. Call it before a graph capture begins.
+
+    Raises EnvironmentFault if it cannot be compiled, loaded, or the card is too old.
+    """
+    arch = _forced_arch.get()
+    arches = arches_for(torch.cuda.get_device_capability(device)) if arch is None else [arch]
+    return _loaded(source, device, tuple(arches), defines)
 
 
 @functools.cache
-def load(source: str, device: int) -> Module:
-    """The module of a source on a device, loaded once a process. Call it before a graph capture begins."""
-    return Module(source, device)
+def _loaded(source: str, device: int, arches: tuple[str, ...], defines: tuple[str, ...]) -> Module:
+    return Module(source, device, list(arches), defines)
+
+
+def _first_image(source: str, arches: list[str], defines: tuple[str, ...]) -> tuple[str, bytes]:
+    faults = []
+    for arch in arches:
+        try:
+            return arch, image_for(source, arch, defines)
+        except (EnvironmentFault, InputError) as fault:  # InputError: an architecture younger than the compiler
+            faults.append(str(fault))
+    raise EnvironmentFault(" ".join(dict.fromkeys(faults)))
+
+
+def _as_ctypes(item: Argument) -> Any:
+    if isinstance(item, torch.Tensor):
+        return ctypes.c_void_p(item.data_ptr())
+    if isinstance(item, float):
+        return ctypes.c_float(item)
+    if isinstance(item, int):
+        return ctypes.c_int(item)
+    return ctypes.c_void_p(None) if item is None else item
 
 
 @functools.cache

@@ -3,12 +3,13 @@
 Field names are Hugging Face's. Values that the engine cannot honour are refused here, with their numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.directory import read_json
 from ..checkpoint.errors import InputError
+from ..checkpoint.manifest import Manifest
 
 ARCHITECTURE = "Qwen3_5ForConditionalGeneration"
 MODEL_TYPE = "qwen3_5"
@@ -46,7 +47,10 @@ class _Section:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """The language model. Extents in elements; `rope_theta` and `rms_norm_eps` as the file has them."""
+    """The language model. Extents in elements; `rope_theta` and `rms_norm_eps` as the file has them.
+
+    `draft_rows`: rows of a draft head of reduced vocabulary, which the recipe adds; no config.json has it. 0: none.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -66,6 +70,7 @@ class TextConfig:
     mrope_section: tuple[int, ...]
     rms_norm_eps: float
     max_position_embeddings: int
+    draft_rows: int = 0
 
     @property
     def rotary_dim(self) -> int:
@@ -113,6 +118,22 @@ class ModelConfig:
         """Parse `directory`/config.json. Raises InputError."""
         path = directory / "config.json"
         return ModelConfig.from_dict(read_json(path), str(path))
+
+    @staticmethod
+    def of_stage(config: Any, manifest: Manifest, where: str) -> "ModelConfig":
+        """The model that a converted or rank directory holds: its config.json, and what the recipe added.
+
+        Raises InputError for a draft head that makes no sense.
+        """
+        found = ModelConfig.from_dict(config, where)
+        rows = manifest.recipe.get("draft_head", 0)
+        if type(rows) is not int or not 0 <= rows <= found.text.vocab_size:
+            raise InputError(f"{where}: the recipe's draft_head is {rows!r}, expected up to {found.text.vocab_size}.")
+        return found.with_draft_head(rows)
+
+    def with_draft_head(self, rows: int) -> "ModelConfig":
+        """The same model with a draft head of so many rows."""
+        return replace(self, text=replace(self.text, draft_rows=rows))
 
     @staticmethod
     def from_dict(config: Any, where: str = "config.json") -> "ModelConfig":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..checkpoint.errors import InputError
+from ..checkpoint.manifest import DRAFT_HEAD
 from .config import FULL, ModelConfig, TextConfig, VisionConfig
 
 Group = Literal["text", "mtp", "vision"]
@@ -15,6 +16,7 @@ LAYER = "model.language_model.layers"
 EMBED = "model.language_model.embed_tokens.weight"
 NORM = "model.language_model.norm.weight"
 HEAD = "lm_head.weight"
+DRAFT_IDS = "draft_head.ids"
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ def _specs(config: ModelConfig) -> Iterator[TensorSpec]:
         for name, shape in _layer(text, FULL):
             yield TensorSpec(f"mtp.layers.0.{name}", shape, name.removesuffix(".weight"), "mtp")
         yield TensorSpec("mtp.norm.weight", (text.hidden_size,), "mtp.norm", "mtp")
+    if text.draft_rows:
+        yield TensorSpec(DRAFT_HEAD, (text.draft_rows, text.hidden_size), "draft_head", "mtp")
+        yield TensorSpec(DRAFT_IDS, (text.draft_rows,), "draft_head.ids", "mtp")
     if config.vision is not None:
         for name, shape in _vision(config.vision):
             yield TensorSpec(f"model.visual.{name}", shape, f"visual.{name}", "vision")
@@ -116,6 +121,11 @@ def _specs(config: ModelConfig) -> Iterator[TensorSpec]:
 def inventory(config: ModelConfig) -> dict[str, TensorSpec]:
     """name -> spec of every tensor, in the order of the model: embedding, layers, norm, head, MTP, vision."""
     return {spec.name: spec for spec in _specs(config)}
+
+
+def head_of(config: ModelConfig) -> str:
+    """The weight whose rows give the logits: the embedding where it is tied to it."""
+    return EMBED if config.tie_word_embeddings else HEAD
 
 
 def check_closed(config: ModelConfig, present: dict[str, tuple[int, ...]], where: str) -> dict[str, TensorSpec]:

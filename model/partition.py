@@ -80,6 +80,10 @@ def _vocabulary(text: TextConfig) -> tuple[Section, ...]:
     return (Section(text.vocab_size, 1, "vocabulary rows"),)
 
 
+def _draft_rows(text: TextConfig) -> tuple[Section, ...]:
+    return (Section(text.draft_rows, 1, "rows of the draft head"),)
+
+
 REPLICATED = Rule(None)
 
 # Column parallel: output axis 0. Row parallel: input axis 1, followed by an all-reduce. Everything else is replicated.
@@ -100,6 +104,8 @@ TABLE: dict[str, Rule] = {
     "mlp.up_proj": Rule(0, _inner),
     "mlp.down_proj": Rule(1, _inner),
     "lm_head": Rule(0, _vocabulary),
+    "draft_head": Rule(0, _draft_rows),
+    "draft_head.ids": Rule(0, _draft_rows),
 }
 
 

@@ -4,7 +4,7 @@ Canonical: a cell is one element with all its inner axes. Tile layouts: a cell i
 copies tiles and decodes nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,10 +60,15 @@ def grid_of(layout: str, dtype: str, canonical_shape: tuple[int, ...]) -> Grid:
 
 
 class BandReader:
-    """Reads a stored tensor once, in order, as bands of whole grid rows, and digests what it reads."""
+    """Reads a stored tensor once, in order, as bands of whole grid rows, and digests what it reads.
 
-    def __init__(self, entry: TensorEntry, layout: str, canonical_shape: tuple[int, ...]) -> None:
-        self.entry = entry
+    `room` gives a buffer of so many bytes, whose last content nobody needs any more.
+    """
+
+    def __init__(
+        self, entry: TensorEntry, layout: str, canonical_shape: tuple[int, ...], room: Callable[[int], np.ndarray]
+    ) -> None:
+        self.entry, self.room = entry, room
         self.tile = layout_named(layout)
         self.grid = grid_of(layout, entry.dtype, canonical_shape)
         self.canonical_grid = grid_of("canonical", entry.dtype, canonical_shape)
@@ -71,12 +76,15 @@ class BandReader:
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
         """(first grid row, cells uint8 [rows, columns, cell bytes])."""
-        rows_a_band = max(1, BAND_BYTES // max(1, self.grid.row_bytes))
-        for first in range(0, self.grid.cells[0], rows_a_band):
-            last = min(first + rows_a_band, self.grid.cells[0])
-            raw = container.read_range(self.entry, first * self.grid.row_bytes, last * self.grid.row_bytes)
-            self._digest.update(raw.data)
-            yield first, raw.reshape(last - first, self.grid.cells[1], self.grid.cell_bytes)
+        row_bytes, rows = self.grid.row_bytes, self.grid.cells[0]
+        rows_a_band = max(1, BAND_BYTES // max(1, row_bytes))
+        with container.TensorFile(self.entry) as file:
+            for first in range(0, rows, rows_a_band):
+                count = min(rows_a_band, rows - first)
+                raw = self.room(count * row_bytes)
+                file.read_into(raw)
+                self._digest.update(raw.data)
+                yield first, raw.reshape(count, self.grid.cells[1], self.grid.cell_bytes)
 
     def canonical(self, first: int, band: np.ndarray) -> tuple[int, np.ndarray]:
         """A band of tiles with its layout undone, as (first canonical row, canonical cells)."""

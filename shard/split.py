@@ -5,7 +5,8 @@ ranks' parts are alike in size, so that one plan of files serves them all. A ran
 written alone or with the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,14 @@ from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
+from ..checkpoint.reopen import reopen
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
-from .grid import BandReader
+from .grid import BandReader, Grid
 from .plan import RankPart, check_headers, plan_rank
+from .rooms import Rooms
 
 Advance = Callable[[int], None]
 
@@ -82,28 +85,41 @@ class _Rank:
         return True
 
 
+@dataclass(frozen=True)
+class _Taker:
+    """A rank's file being written, in a thread of its own."""
+
+    parts: dict[str, RankPart]
+    writer: ShardWriter
+    thread: ThreadPoolExecutor
+
+    def submit(self, name: str, grid: Grid, first: int, band: np.ndarray) -> Future[None]:
+        """Have the rank's pieces of a band written: cells of `grid` from its row `first` on."""
+        return self.thread.submit(self._write, self.parts[name], grid, first, band)
+
+    def _write(self, part: RankPart, grid: Grid, first: int, band: np.ndarray) -> None:
+        if part.repeat > 1:
+            band = np.repeat(band, part.repeat, axis=part.axis)
+            first = first * part.repeat if part.axis == 0 else first
+        for piece in grid.cut(band, first, part.axis, part.ranges):
+            self.writer.write(piece)
+
+
 class _Splitter:
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, tp: int, advance: Advance) -> None:
         self.checkpoint, self.manifest, self.tp, self.advance = checkpoint, manifest, tp, advance
 
-    def cut(self, name: str, takers: list[tuple[RankPart, ShardWriter]]) -> None:
+    def cut(self, name: str, takers: list[_Taker], rooms: Rooms) -> None:
         """Stream one converted tensor to every writer. Raises CheckFailed if it is not what its digest says."""
         entry, record = self.checkpoint.tensors[name], self.manifest.tensors[name]
-        reader = BandReader(entry, record.layout, tuple(record.canonical_shape))
+        reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms.next)
+        whole = [taker for taker in takers if taker.parts[name].layout == record.layout]
+        undone = [taker for taker in takers if taker.parts[name].layout != record.layout]
         for first, band in reader:
-            undone = None
-            for part, writer in takers:
-                if part.repeat > 1:
-                    cells = np.repeat(band, part.repeat, axis=part.axis)
-                    start = first * part.repeat if part.axis == 0 else first
-                    pieces = reader.grid.cut(cells, start, part.axis, part.ranges)
-                elif part.layout == record.layout:
-                    pieces = reader.grid.cut(band, first, part.axis, part.ranges)
-                else:
-                    undone = undone or reader.canonical(first, band)
-                    pieces = reader.canonical_grid.cut(undone[1], undone[0], part.axis, part.ranges)
-                for piece in pieces:
-                    writer.write(piece)
+            rooms.hold(taker.submit(name, reader.grid, first, band) for taker in whole)
+            if undone:
+                at, cells = reader.canonical(first, band)
+                rooms.hold(taker.submit(name, reader.canonical_grid, at, cells) for taker in undone)
             self.advance(band.nbytes)
         if reader.digest() != record.digest:
             raise CheckFailed(
@@ -112,14 +128,21 @@ class _Splitter:
             )
 
     def write_file(self, name: str, tensors: list[Planned], ranks: list[_Rank]) -> None:
-        """Write one file of the plan in each of `ranks`."""
+        """Write one file of the plan in each of `ranks`: this thread reads, one a rank cuts, digests and writes."""
         with ExitStack() as open_files:
             writers = [
                 ShardWriter(open_files.enter_context(rank.stage.create(name)), rank_tensors, rank.metadata)
                 for rank, rank_tensors in ((rank, dict(rank.files)[name]) for rank in ranks)
             ]
-            for tensor in tensors:
-                self.cut(tensor.name, [(r.parts[tensor.name], w) for r, w in zip(ranks, writers, strict=True)])
+            with ExitStack() as threads:  # ends before the files are closed, whatever happens
+                takers = [
+                    _Taker(rank.parts, writer, threads.enter_context(ThreadPoolExecutor(1)))
+                    for rank, writer in zip(ranks, writers, strict=True)
+                ]
+                rooms = Rooms()
+                for tensor in tensors:
+                    self.cut(tensor.name, takers, rooms)
+                rooms.drain()
             records = [writer.close() for writer in writers]
         for rank, writer, record in zip(ranks, writers, records, strict=True):
             rank.stage.finished(name, record, {"digests": writer.digests})
@@ -217,10 +240,18 @@ def _open_converted(path: Path) -> tuple[Checkpoint, Manifest]:
     return checkpoint, manifest
 
 
-def shard(converted: Path, dst: Path, tp: int, rank: int | None = None, advance: Advance | None = None) -> ShardReport:
+def shard(
+    converted: Path,
+    dst: Path,
+    tp: int,
+    rank: int | None = None,
+    advance: Advance | None = None,
+    keep: Mapping[int, Collection[str]] | None = None,
+) -> ShardReport:
     """Write `dst`/rank-R-of-`tp` for every R, or for `rank` alone. `advance` is called with converted bytes read.
 
-    Raises InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
+    `keep`: repair the finished ranks that are its keys: their files named here are proved right, the others are written
+    again. Raises InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
     directory, EnvironmentFault for a full disk.
     """
     if not 1 <= tp <= MAX_RANKS:
@@ -228,12 +259,15 @@ def shard(converted: Path, dst: Path, tp: int, rank: int | None = None, advance:
     if rank is not None and not 0 <= rank < tp:
         raise InputError(f"--rank {rank}: with --tp {tp} ranks are 0 to {tp - 1}.")
     checkpoint, manifest = _open_converted(converted)
-    config = ModelConfig.from_dict(checkpoint.config, str(converted / "config.json"))
+    config = ModelConfig.of_stage(checkpoint.config, manifest, str(converted / "config.json"))
     wanted = range(tp) if rank is None else [rank]
     plans = {r: plan_rank(manifest, config, tp, r, str(converted / MANIFEST)) for r in wanted}
     ranks = [_Rank(dst / f"rank-{r}-of-{tp}", tp, r, groups, manifest) for r, groups in plans.items()]
     _require_apart(converted, [r.path for r in ranks])
     with disk_errors(dst):
+        for r in ranks:
+            if keep is not None and r.rank in keep:
+                reopen(r.path, r.stage.identity, manifest.conversion_id, keep[r.rank])
         done = {r.rank for r in ranks if _already_done(r, tp, manifest.conversion_id)}
         missing = [r for r in ranks if r.rank not in done]
         require_space(dst, sum(_bytes_to_write(r, manifest) for r in missing))

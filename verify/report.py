@@ -4,11 +4,14 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_LISTED = 20  # failures kept a proof: a directory of another model would list every tensor
+MAX_LISTED = 10_000  # failures kept a proof: whoever repairs wants all of them, a hostile directory has no end of them
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference: where, at which index of the canonical tensor, and both values as words."""
+    """One difference: where, at which index of the canonical tensor, and both values as words.
+
+    `extra`: the file does not belong where it lies.
+    """
 
     message: str
     tensor: str | None = None
@@ -16,6 +19,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     index: list[int] | None = None
     found: str | None = None
     expected: str | None = None
+    extra: bool = False
 
     def __str__(self) -> str:
         place = [part for part in (self.tensor, self.file) if part]
@@ -40,6 +44,13 @@ class Proof(msgspec.Struct, kw_only=True):
         self.failure_count += 1
         if len(self.failures) < MAX_LISTED:
             self.failures.append(Failure(message=message, **where))
+
+    def take(self, part: "Proof") -> None:
+        """Add the failures of a part of this proof that was run apart."""
+        if part.failure_count:
+            self.status = "failed"
+            self.failure_count += part.failure_count
+            self.failures += part.failures[: MAX_LISTED - len(self.failures)]
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.bands import canonical_rows
-from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
-from ..checkpoint.encodings import PLAIN_ENCODINGS, encoding_parts, part_name
+from ..checkpoint.directory import INDEX, MANIFEST, QUARANTINE, Checkpoint, read_json
+from ..checkpoint.encodings import INDEX_ENCODINGS, STORED_AS_IS, encoding_parts, part_name
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
 from ..checkpoint.layouts import ROWS, layout_named, stored_shape
 from ..checkpoint.manifest import Manifest, TensorRecord, has_manifest, read_manifest
 from ..model.config import ModelConfig
-from ..model.inventory import TensorSpec, inventory
+from ..model.inventory import DRAFT_IDS, TensorSpec, inventory
 from .report import Proof, Report
 
 
@@ -88,7 +88,7 @@ def open_stage(path: Path, label: str, report: Report) -> StageView | None:
     except (DuovoltError, OSError) as error:
         proof.fail(str(error))
     try:
-        config = ModelConfig.read(path)
+        config = ModelConfig.of_stage(read_json(path / "config.json"), manifest, str(path / "config.json"))
     except (DuovoltError, OSError) as error:
         proof.fail(str(error))
     _check_strangers(path, manifest, proof)
@@ -129,10 +129,12 @@ def _check_headers(checkpoint: Checkpoint, manifest: Manifest, proof: Proof) -> 
 
 
 def _check_strangers(path: Path, manifest: Manifest, proof: Proof) -> None:
-    known = manifest.files.keys() | {MANIFEST}
+    known = manifest.files.keys() | {MANIFEST, QUARANTINE}
     for child in sorted(path.iterdir()):
         if child.name not in known:
-            proof.fail("not in the manifest: nothing may lie here that the stage did not write", file=str(child))
+            proof.fail(
+                "not in the manifest: nothing may lie here that the stage did not write", file=str(child), extra=True
+            )
     shards = {record.file for record in manifest.tensors.values()}
     for needed in sorted(shards | {INDEX, "config.json"}):
         if needed not in manifest.files:
@@ -144,8 +146,10 @@ def expected_parts(spec: TensorSpec, record: TensorRecord) -> dict[str, tuple[st
 
     Raises InputError for an encoding that is unknown or cannot store this shape.
     """
-    if record.encoding in PLAIN_ENCODINGS:
-        return {spec.name: ("plain", PLAIN_ENCODINGS[record.encoding], spec.shape)}
+    if (record.encoding in INDEX_ENCODINGS) != (spec.name == DRAFT_IDS):
+        raise InputError(f"encoding {record.encoding!r} is for ids alone, and ids have no other")
+    if record.encoding in STORED_AS_IS:
+        return {spec.name: ("plain", STORED_AS_IS[record.encoding], spec.shape)}
     parts = encoding_parts(record.encoding)
     if parts is None or len(spec.shape) != 2:
         raise InputError(f"encoding {record.encoding!r} cannot store {list(spec.shape)}")

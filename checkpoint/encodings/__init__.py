@@ -65,6 +65,9 @@ IMPORTED_ENCODINGS: dict[str, tuple[Part, ...]] = {
     "nvfp4/divisor": (GLOBAL_DIVISOR, WORDS_NVFP4, BLOCK_SCALE_NVFP4),
 }
 PLAIN_ENCODINGS: dict[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+# Numbers of rows, not weights: the id map of a draft head.
+INDEX_ENCODINGS: dict[str, str] = {"int32": "I32"}
+STORED_AS_IS = PLAIN_ENCODINGS | INDEX_ENCODINGS
 PLAIN_OF_DTYPE = {dtype: name for name, dtype in PLAIN_ENCODINGS.items()}
 _TILED = re.compile(r"fp8_e4m3/([1-9]\d{0,4})x([1-9]\d{0,4})")
 
@@ -95,7 +98,7 @@ def encoding_parts(encoding: str) -> tuple[Part, ...] | None:
 
 def part_of(encoding: str, part: str) -> Part | None:
     """The description of one stored part; None for the plain encodings. Raises InputError for unknown names."""
-    if encoding in PLAIN_ENCODINGS and part == "plain":
+    if encoding in STORED_AS_IS and part == "plain":
         return None
     for candidate in encoding_parts(encoding) or ():
         if candidate.name == part:

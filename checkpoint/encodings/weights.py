@@ -8,7 +8,7 @@ from .. import layouts
 from ..directory import Checkpoint
 from ..errors import CheckFailed, InputError
 from ..manifest import Manifest, TensorRecord
-from . import PLAIN_ENCODINGS, fp8, nvfp4, plain, tile_of, tile_ranges, words_of
+from . import INDEX_ENCODINGS, PLAIN_ENCODINGS, fp8, nvfp4, plain, tile_of, tile_ranges, words_of
 
 
 def weights_of(manifest: Manifest) -> dict[str, dict[str, str]]:
@@ -50,6 +50,8 @@ def decode_parts(
         if encoding in PLAIN_ENCODINGS:
             dtype, words = parts["plain"]
             return plain.to_float32(words, dtype)
+        if encoding in INDEX_ENCODINGS:
+            return parts["plain"][1].astype(np.float32)  # exact: no vocabulary has 2^24 rows
         words, base = parts["words"][1], words_of(encoding)
         if base == "nvfp4":
             scale = np.float32(_scale(parts, "global_scale").reshape(-1)[0])

@@ -40,7 +40,7 @@ def make_drafts(model: Model, cache: Cache, lanes: list[Lane], counts: list[int]
         lane.hidden = None
     batch = Batch(torch.tensor(tokens), segments, torch.cat(rope, dim=-1), by_rows=True)
     state = model.draft(batch, torch.cat(hidden), cache)[ends]
-    while going := _draw(active, model.logits(state)[:, :n_sampleable]):
+    while going := _draw(active, model.draft_logits(state)[:, :n_sampleable]):
         active, state = [active[row] for row in going], state[going]
         state = model.draft(_next_batch(cache, active), state, cache)
     return drafts
@@ -51,7 +51,7 @@ def _draw(active: list[tuple[Lane, int, Draft]], logits: Tensor) -> list[int]:
     going = []
     for index, (lane, count, draft) in enumerate(active):
         row = logits[index]
-        if not bool(torch.isfinite(row).all()):
+        if not bool(torch.isfinite(row.max())):  # NaN, infinity, or no token at all; a reduced head leaves -inf
             continue
         position = len(lane.tokens) + len(draft.tokens)
         try:

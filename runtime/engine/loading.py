@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ...checkpoint.directory import read_json
 from ...checkpoint.errors import InputError
@@ -11,10 +12,15 @@ from .model import Model
 from .sources import open_source
 from .weights import load_weights
 
+DraftHeadChoice = Literal["auto", "on", "off"]
+
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Choices of the server; the same on every rank. `n_sampleable` None: as many as the directory's tokenizer has."""
+    """Choices of the server; the same on every rank. `n_sampleable` None: as many as the directory's tokenizer has.
+
+    `draft_head`: draw drafts with the reduced head: where there is one (`auto`), in any case (`on`), never (`off`).
+    """
 
     max_context: int
     lanes: int = 1
@@ -22,6 +28,7 @@ class EngineSettings:
     prefill_chunk: int = PREFILL_CHUNK
     n_sampleable: int | None = None
     drafts_from: list[list[int]] | None = None
+    draft_head: DraftHeadChoice = "auto"
 
 
 def tokenizer_ids(directory: Path, vocabulary: int) -> int:
@@ -60,7 +67,12 @@ def load_engine(directory: Path, collective: Collective, settings: EngineSetting
     sampleable = settings.n_sampleable
     if sampleable is None:
         sampleable = tokenizer_ids(directory, text.vocab_size)
-    model = Model(load_weights(source), collective, settings.max_context)
+    if settings.draft_head == "on" and not text.draft_rows:
+        raise InputError(
+            f"{directory}: --draft-head on: these weights have no draft head. Convert with `draft_head = ROWS` in the "
+            "recipe, or leave the option out."
+        )
+    model = Model(load_weights(source), collective, settings.max_context, settings.draft_head != "off")
     return Engine(
         model,
         collective,

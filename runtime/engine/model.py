@@ -1,5 +1,6 @@
 """The model, top to bottom, on a flat batch of tokens from several lanes. Residual stream and sums in float32."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +50,17 @@ class Batch:
 class Model:
     """One rank's share. Every rank calls the same methods with the same batches."""
 
-    def __init__(self, weights: ModelWeights, collective: Collective, max_context: int) -> None:
+    def __init__(
+        self, weights: ModelWeights, collective: Collective, max_context: int, draft_head: bool = True
+    ) -> None:
+        """`draft_head`: drafts are drawn with the reduced head, where the weights have one."""
         text = weights.config.text
         frequencies = ops.inverse_frequencies(text.head_dim, text.partial_rotary_factor, text.rope_theta)
         self.weights = weights
         self.eps = text.rms_norm_eps
         self._collective = collective
+        self._draft_head = weights.draft_head if draft_head else None
+        self._draft_ids: Tensor | None = None
         self._rope_table = ops.rope_table(max_context, frequencies)
         self._rope_axes = ops.mrope_axes(len(frequencies), list(text.mrope_section))
 
@@ -84,6 +90,25 @@ class Model:
         multiply = ops.linear_rows if by_rows else ops.linear_block
         local = multiply(hidden, self.weights.head)
         return self._collective.all_gather(local) if self.weights.head_cut else local
+
+    @property
+    def draft_rows(self) -> int:
+        """Tokens that drafts are drawn from with a reduced head; 0: the whole vocabulary."""
+        return 0 if self._draft_head is None else self.weights.config.text.draft_rows
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`, for drafting: with a reduced head, minus infinity for every token that it has no row for."""
+        head = self._draft_head
+        if head is None:
+            return self.logits(hidden)
+        local = ops.linear_rows(hidden, head.weight)
+        if self._draft_ids is None:  # ids below 2^24 are exact in what a collective carries
+            ids = head.ids.float()
+            self._draft_ids = (self._collective.all_gather(ids) if head.cut else ids).long()
+        found = self._collective.all_gather(local) if head.cut else local
+        full = found.new_full((len(found), self.weights.config.text.vocab_size), -math.inf)
+        full[:, self._draft_ids] = found
+        return full
 
     def _layer(self, layer: LayerWeights, x: Tensor, batch: Batch, angles: Angles, cache: Cache, kv: PagedKV) -> Tensor:
         mixer, normed = layer.mixer, ops.rms_norm(x, layer.input_norm, self.eps)

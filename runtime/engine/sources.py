@@ -64,7 +64,7 @@ def open_source(directory: Path) -> WeightSource:
 def _from_manifest(directory: Path) -> WeightSource:
     manifest = read_manifest(directory)
     checkpoint = Checkpoint.open(directory)
-    config = ModelConfig.from_dict(checkpoint.config, str(directory / "config.json"))
+    config = ModelConfig.of_stage(checkpoint.config, manifest, str(directory / "config.json"))
     size, rank = manifest.tp_size or 1, manifest.tp_rank or 0
     axes: dict[str, int | None] = {}
     for weight, parts in weights_of(manifest).items():

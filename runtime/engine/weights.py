@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.errors import InputError
+from ...checkpoint.manifest import DRAFT_HEAD
 from ...model.config import FULL, ModelConfig
-from ...model.inventory import EMBED, HEAD, LAYER, NORM, inventory
+from ...model.inventory import DRAFT_IDS, EMBED, HEAD, LAYER, NORM, inventory
 from .sources import WeightSource
 
 
@@ -65,6 +66,18 @@ class MtpWeights:
 
 
 @dataclass(frozen=True)
+class DraftHead:
+    """Rows of the head for the most frequent tokens: `weight` [rows, hidden], and the token of each row, int64 [rows].
+
+    On a rank that holds a share of the rows, both are that share.
+    """
+
+    weight: Tensor
+    ids: Tensor
+    cut: bool
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Heads on this rank, and the extents of a head."""
 
@@ -96,6 +109,7 @@ class ModelWeights:
     head: Tensor
     head_cut: bool
     mtp: MtpWeights | None
+    draft_head: DraftHead | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -215,8 +229,14 @@ def load_weights(source: WeightSource) -> ModelWeights:
     else:
         head, head_cut = taker.take(HEAD), HEAD in source.cut and source.tp_size > 1
     mtp = taker.mtp() if config.mtp_layers else None
+    draft = None
+    if config.text.draft_rows:
+        ids = taker.take(DRAFT_IDS).long()
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < config.text.vocab_size):
+            raise InputError(f"{source.where}: {DRAFT_IDS} names tokens beyond the vocabulary. Run `duovolt verify`.")
+        draft = DraftHead(taker.take(DRAFT_HEAD), ids, DRAFT_HEAD in source.cut and source.tp_size > 1)
     if taker.left:
         raise InputError(f"{source.where}: no use for {len(taker.left)} weights: {', '.join(sorted(taker.left)[:4])}.")
     return ModelWeights(
-        config, source.tp_size, source.tp_rank, _sizes(source), embed, layers, norm, head, head_cut, mtp
+        config, source.tp_size, source.tp_rank, _sizes(source), embed, layers, norm, head, head_cut, mtp, draft
     )

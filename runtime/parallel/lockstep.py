@@ -45,9 +45,16 @@ class Lockstep(Protocol):
 
 
 class SoloLockstep:
-    """One rank agrees with itself."""
+    """One rank agrees with itself, and leaves its records where the proxy looks for them."""
+
+    def __init__(self, region: Region | None = None) -> None:
+        self._mine = None if region is None else region.records[0]
+        self._sequence = 0
 
     def agree(self, record: StepRecord, received: int, cancel_mask: int) -> Agreement:
+        self._sequence += 1
+        if self._mine is not None:
+            self._mine[self._sequence % 2] = _pack(self._sequence, record, received, cancel_mask)
         return Agreement(received, cancel_mask)
 
 
@@ -107,6 +114,20 @@ class SharedLockstep:
                     case "count":
                         return replace(record, tokens_produced=record.tokens_produced + 1)
         return record
+
+
+def last_record(region: Region, rank: int) -> tuple[int, StepRecord | None]:
+    """How many records a rank has given, and the last that is whole; (0, None) before the first.
+
+    Reads what the rank may be writing: a record counts only if its hash is right.
+    """
+    whole = [words for words in region.records[rank].copy() if words[0] and words[-1] == _hash(words[:-1])]
+    if not whole:
+        return 0, None
+    words = max(whole, key=lambda candidate: int(candidate[0]))
+    if int(words[1]) >= len(KINDS):
+        return 0, None
+    return int(words[0]), _unpack(words)[0]
 
 
 def _hash(words: np.ndarray) -> np.uint64:

@@ -11,7 +11,8 @@ from typing import Any
 from ..messages import GenerateRequest, TokenEvent, TokenLogprob
 from .assembly import AnswerStyle, Assembler, Delta
 from .errors import ApiError
-from .hub import Events, Hub, OpenRequest
+from .hub import Hub
+from .opened import Events, OpenRequest
 from .tokenizer import TextTokenizer
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable
-from importlib import resources
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from .apis.chat import ChatApi
@@ -23,15 +21,13 @@ from .errors import ApiError
 from .hub import Hub
 from .metrics import metrics_text
 from .openapi import openapi
+from .page import page_routes
 from .plan import ServePlan
 from .schema import AbortBody
 from .service import Service
+from .state import ServerState
 from .supervisor import Supervisor
 from .workers import Workers
-
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -43,6 +39,7 @@ class Api:
         self._plan = plan
         self._hub = hub
         self._supervisor = supervisor
+        self._state = ServerState(plan, hub, supervisor)
         self._service = Service(plan, hub, supervisor, workers)
 
     def application(self) -> Starlette:
@@ -50,11 +47,11 @@ class Api:
         service = self._service
         models, tokens, messages = ModelsApi(service), TokensApi(service), MessagesApi(service)
         open_routes: list[tuple[str, str, Handler]] = [
-            ("GET", "/", self.page),
             ("GET", "/openapi.json", self.openapi),
             ("GET", "/health/live", self.live),
             ("GET", "/health/ready", self.ready),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/status", self.status),
         ]
         keyed_routes: list[tuple[str, str, Handler]] = [
             ("GET", "/v1/models", models.list),
@@ -70,6 +67,7 @@ class Api:
         ]
         routes = [Route(path, self._guard(handler, False), methods=[verb]) for verb, path, handler in open_routes]
         routes += [Route(path, self._guard(handler, True), methods=[verb]) for verb, path, handler in keyed_routes]
+        routes += page_routes()
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     def _guard(self, handler: Handler, keyed: bool) -> Handler:
@@ -89,12 +87,9 @@ class Api:
 
     def _check_key(self, request: Request) -> None:
         """The key as a bearer token, or in the header of Anthropic's clients."""
-        if self._plan.api_key is None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if self._plan.keys.admits(given or request.headers.get("x-api-key", "")):
             return
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        for given in (bearer, request.headers.get("x-api-key", "")):
-            if hmac.compare_digest(given.encode(), self._plan.api_key.encode()):
-                return
         raise ApiError(401, "wrong or missing API key", kind="authentication_error", code="invalid_api_key")
 
     async def abort(self, request: Request) -> Response:
@@ -122,14 +117,14 @@ class Api:
         return JSONResponse(body, status_code=200 if ready else 503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(metrics_text(self._hub, self._supervisor.ready))
+        return PlainTextResponse(metrics_text(self._state))
+
+    async def status(self, request: Request) -> Response:
+        """What the page shows of ranks, lanes, memory and cards; nothing of anybody's words."""
+        return JSONResponse(await self._state.picture(), headers={"Cache-Control": "no-store"})
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi(self._plan.api_key is not None))
-
-    async def page(self, request: Request) -> Response:
-        text = resources.files(__package__).joinpath("page/index.html").read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
+        return JSONResponse(openapi(len(self._plan.keys) > 0))
 
 
 def _error_response(request: Request, error: ApiError) -> Response:

@@ -11,15 +11,17 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
-import zmq.asyncio
 
 from ...checkpoint.errors import DuovoltError, EnvironmentFault
-from ..messages import CancelRequest, GenerateRequest, TokenEvent
+from ..messages import CancelRequest, GenerateRequest, StepRecord, TokenEvent
 from ..parallel.faults import DOORS
+from ..parallel.lockstep import last_record
 from ..parallel.owner import owned_name, owner_is_dead
 from ..parallel.region import ProgressCounter, Region, region_bytes
 from ..parallel.shared import SharedFile, sweep_dead
@@ -39,6 +41,19 @@ class RankFault(DuovoltError):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True)
+class RankView:
+    """One rank at this moment: turns of its loop, lockstep records given, and the last of them."""
+
+    number: int
+    pid: int
+    steps: int
+    busy: bool
+    age_seconds: float
+    records: int
+    record: StepRecord | None
+
+
 class RankGroup:
     """`fault` is set when any rank fails; `relay` gets the events of each step once all ranks have given the same."""
 
@@ -46,8 +61,9 @@ class RankGroup:
         self._plan = plan
         self._relay = relay
         self._first = first
-        self._context = zmq.asyncio.Context()
-        self._sockets: list[zmq.asyncio.Socket] = []
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._loop = asyncio.get_running_loop()
         self._processes: list[asyncio.subprocess.Process] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._steps: list[deque[Step]] = [deque() for _ in range(plan.size)]
@@ -57,7 +73,7 @@ class RankGroup:
         self._folder: Path | None = None
         self._shared: SharedFile | None = None
         self._progress: list[ProgressCounter] = []
-        self.fault: asyncio.Future[RankFault] = asyncio.get_running_loop().create_future()
+        self.fault: asyncio.Future[RankFault] = self._loop.create_future()
 
     async def start(self) -> None:
         """Start the processes and wait until all are ready. Raises RankFault or EnvironmentFault."""
@@ -71,8 +87,8 @@ class RankGroup:
             socket.linger = 0
             socket.bind(self._endpoint(rank))
             self._sockets.append(socket)
+            self._loop.add_reader(socket.fileno(), self._drain, rank)
             self._processes.append(await self._spawn(rank))
-            self._tasks.append(asyncio.create_task(self._read(rank)))
             self._tasks.append(asyncio.create_task(self._watch_exit(rank)))
         await self._wait_ready()
 
@@ -80,10 +96,12 @@ class RankGroup:
         """The same bytes to every rank, in the same order."""
         data = encode(message)
         for rank, socket in enumerate(self._sockets):
-            sent = socket.send(data, zmq.NOBLOCK)  # done when it returns, as nothing may overtake it
-            assert isinstance(sent, asyncio.Future)
-            if sent.exception() is not None and not isinstance(message, Stop):
-                self._set_fault(RankFault(f"rank {rank} takes no more messages."))
+            try:
+                socket.send(data, zmq.NOBLOCK)
+            except zmq.ZMQError:
+                if not isinstance(message, Stop):
+                    self._set_fault(RankFault(f"rank {rank} takes no more messages."))
+            self._loop.call_soon(self._drain, rank)  # sending may have swallowed the news of a message to read
 
     def facts(self) -> dict[str, str]:
         """What rank 0 said of its engine."""
@@ -92,6 +110,17 @@ class RankGroup:
     def step_age(self) -> float:
         """Seconds since the slower rank's last sign of life; idle ranks give one twice a second."""
         return max(progress.age_seconds for progress in self._progress)
+
+    def views(self) -> list[RankView]:
+        """Each rank as its words in the shared file show it: nobody is asked."""
+        assert self._shared is not None
+        views = []
+        region = Region(self._shared.memory)
+        for rank, progress in enumerate(self._progress):
+            records, record = last_record(region, rank)
+            pid = self._processes[rank].pid
+            views.append(RankView(rank, pid, progress.steps, progress.busy, progress.age_seconds, records, record))
+        return views
 
     async def stop(self) -> None:
         """Ask, wait a moment, kill; then nothing of this generation is left: process, file, socket or folder."""
@@ -106,6 +135,7 @@ class RankGroup:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for socket in self._sockets:
+            self._loop.remove_reader(socket.fileno())
             socket.close()
         self._context.term()
         self._clear_names()
@@ -131,6 +161,7 @@ class RankGroup:
             max_context=plan.max_context,
             lanes=plan.options.lanes,
             drafts=plan.drafts,
+            draft_head=plan.options.draft_head,
             drafts_from=None if plan.options.drafts_from is None else plan.options.drafts_from.absolute(),
             prefill_chunk=plan.options.prefill_chunk,
             sampleable=plan.tokenizer.size,
@@ -174,9 +205,20 @@ class RankGroup:
                     file=sys.stderr,
                 )
 
-    async def _read(self, rank: int) -> None:
-        while True:
-            message = decode_to_proxy(await self._sockets[rank].recv())
+    def _drain(self, rank: int) -> None:
+        """Take every message that has come: the library's descriptor tells of the first only.
+
+        Plain calls in place of the library's own asyncio sockets, whose futures cost more than all else a token costs.
+        """
+        socket = self._sockets[rank]
+        while not socket.closed:
+            try:
+                message = decode_to_proxy(socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except msgspec.DecodeError as error:
+                self._set_fault(RankFault(f"rank {rank} sent what is no message of a rank: {error}."))
+                continue
             self._take(rank, message)
 
     def _take(self, rank: int, message: ToProxy) -> None:

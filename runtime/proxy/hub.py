@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..messages import CancelRequest, GenerateRequest, TokenEvent
 from .errors import ApiError, bad_request, unavailable
+from .meters import Meters
+from .opened import Events, OpenRequest
+from .request_log import note_answer
 
 _RATE_WINDOW_SECONDS = 5.0
 
@@ -28,20 +31,7 @@ class Counters:
     proposed: int = 0
     accepted: int = 0
     restarts: int = 0
-
-
-Events = asyncio.Queue[TokenEvent | ApiError | None]  # None: a reader's own mark of silence
-
-
-@dataclass
-class OpenRequest:
-    """One answer in the making. `events` gives TokenEvent, or the ApiError that ends it; `names`: what an abort says."""
-
-    request: GenerateRequest
-    events: Events
-    names: tuple[str, ...]
-    started: float = field(default_factory=time.monotonic)
-    patience: asyncio.TimerHandle | None = None  # until it has its lane
+    reasons: Counter[str] = field(default_factory=Counter)  # why finished answers ended
 
 
 class Hub:
@@ -61,6 +51,7 @@ class Hub:
         self.draining = False
         self.retry_after = 1
         self.counters = Counters()
+        self.meters = Meters()
 
     @property
     def open_count(self) -> int:
@@ -128,6 +119,7 @@ class Hub:
         self._open[request.request_id] = opened
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
+        note_answer(opened)
         return opened
 
     def _give_up(self, opened: OpenRequest) -> None:
@@ -152,11 +144,9 @@ class Hub:
         """
         if self._open.pop(opened.request.request_id, None) is None:
             return
-        _stop_waiting(opened)
         if complete:
-            self.counters.finished += 1
-        else:
-            self.counters.cancelled += 1
+            opened.finish = "stop"
+        self._close(opened, "finished" if complete else "cancelled")
         if self.send is not None:
             self.send(CancelRequest(opened.request.request_id))
 
@@ -171,32 +161,45 @@ class Hub:
             opened = self._open.get(event.request_id)
             if opened is None:
                 continue
-            _stop_waiting(opened)  # every event, an error too, says that the ranks have taken it up
+            opened.count(event, now)
+            if event.tokens:
+                self.meters.count_step(len(event.tokens))
             if event.finish_reason is not None:
                 del self._open[event.request_id]
-                self.counters.finished += 1
+                self._close(opened, "failed" if event.finish_reason == "error" else "finished")
             opened.events.put_nowait(event)
         self._forget(now)
 
     def fail_all(self, error: ApiError) -> None:
         """End every open answer with an error: the ranks that made them are gone."""
         for opened in self._open.values():
-            self.counters.failed += 1
-            _stop_waiting(opened)
             opened.events.put_nowait(error)
+            self._close(opened, "failed")
         self._open.clear()
+
+    def in_making(self) -> list[OpenRequest]:
+        """The open answers, oldest first: those of the lanes come before those that wait."""
+        return list(self._open.values())
 
     def tokens_per_second(self) -> float:
         """Over the last five seconds, all answers together."""
         self._forget(time.monotonic())
         return sum(count for _, count in self._recent) / _RATE_WINDOW_SECONDS
 
+    def _close(self, opened: OpenRequest, outcome: str) -> None:
+        """An answer leaves the table: count it."""
+        opened.stop_waiting()
+        opened.outcome = outcome
+        match outcome:
+            case "finished":
+                self.counters.finished += 1
+                self.counters.reasons[opened.finish or "stop"] += 1
+            case "cancelled":
+                self.counters.cancelled += 1
+            case "failed":
+                self.counters.failed += 1
+        self.meters.count_answer(opened, time.monotonic())
+
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - _RATE_WINDOW_SECONDS:
             self._recent.popleft()
-
-
-def _stop_waiting(opened: OpenRequest) -> None:
-    if opened.patience is not None:
-        opened.patience.cancel()
-        opened.patience = None

@@ -29,8 +29,8 @@ _POSTS: dict[str, type[Body]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-_GETS = ("/v1/models", "/health/live", "/health/ready", "/metrics", "/openapi.json")
-_OPEN = ("/health/live", "/health/ready", "/metrics", "/openapi.json")
+_OPEN = ("/health/live", "/health/ready", "/metrics", "/status", "/openapi.json")
+_GETS = ("/v1/models", *_OPEN)
 _ERRORS = {
     "400": "the request is at fault; the message says where",
     "401": "wrong or missing API key",

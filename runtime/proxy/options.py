@@ -8,18 +8,27 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """As `duovolt serve --help` tells; `max_context` None means the model's own limit, at most 32768."""
+    """As `duovolt serve --help` tells.
+
+    `max_context` None means the model's own limit, at most 32768; `log_requests` of "-" is standard output.
+    """
 
     ranks: Path
     backend: str = "auto"
     max_context: int | None = None
     lanes: int = 1
     drafts: int = 3
+    draft_head: str = "auto"
     drafts_from: Path | None = None
     prefill_chunk: int = 512
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    cors_origin: tuple[str, ...] = ()
+    log_requests: Path | None = None
+    log_content: bool = False
     max_waiting: int = 64
     max_wait_seconds: float = 600.0
     drain_seconds: float = 10.0

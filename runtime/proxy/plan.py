@@ -7,14 +7,18 @@ from pathlib import Path
 
 import msgspec
 
+from ...checkpoint.directory import read_json
 from ...checkpoint.errors import InputError
+from ...checkpoint.manifest import has_manifest, read_manifest
 from ...model.config import ModelConfig
 from ..rank.backends import Backend, choose_backend
 from ..rank.identity import RankIdentity, check_ranks, find_ranks
-from .key import read_key
+from .key import KeyRing, read_keys
 from .options import ServeOptions
+from .origins import check_origins
 from .schema import TokenId
 from .template import ChatTemplate
+from .tls import check_tls
 from .tokenizer import TextTokenizer
 
 DEFAULT_CONTEXT = 32768
@@ -34,7 +38,7 @@ class ServePlan:
     model_id: str
     tokenizer: TextTokenizer
     template: ChatTemplate
-    api_key: str | None
+    keys: KeyRing
 
     @property
     def size(self) -> int:
@@ -53,14 +57,21 @@ class ServePlan:
 
 def make_plan(options: ServeOptions) -> ServePlan:
     """Raises InputError or EnvironmentFault with one message if the server could not work."""
+    check_origins(options.cors_origin)
+    check_tls(options.tls_cert, options.tls_key)
     backend = choose_backend(options.backend)
     scripted = backend.script is not None
-    directories = find_ranks(options.ranks, scripted)
+    directories = [path.resolve() for path in find_ranks(options.ranks, scripted)]  # a link may be turned meanwhile
     identity = check_ranks(directories, scripted)[0]
     config = _model_config(directories[0], scripted)
     limit = DEFAULT_CONTEXT if config is None else config.text.max_position_embeddings
     if options.max_context is not None and options.max_context > limit:
         raise InputError(f"--max-context {options.max_context}: the model's limit is {limit}.")
+    if options.draft_head == "on" and not scripted and (config is None or not config.text.draft_rows):
+        raise InputError(
+            f"--draft-head on: {directories[0]} has no draft head. Convert with `draft_head = ROWS` in the recipe, or "
+            "leave the option out."
+        )
     drafts = options.drafts
     if not scripted and options.drafts_from is None and (config is None or not config.mtp_layers):
         drafts = 0
@@ -82,7 +93,7 @@ def make_plan(options: ServeOptions) -> ServePlan:
         identity.source or options.ranks.absolute().name,
         tokenizer,
         ChatTemplate(directories[0], tokenizer),
-        read_key(options.api_key_file),
+        KeyRing(read_keys(options.api_key_file)),
     )
 
 
@@ -90,7 +101,10 @@ def _model_config(directory: Path, scripted: bool) -> ModelConfig | None:
     """The model's configuration; a scripted server may do without."""
     if scripted and not (directory / "config.json").exists():
         return None
-    return ModelConfig.read(directory)
+    if scripted or not has_manifest(directory):
+        return ModelConfig.read(directory)
+    path = directory / "config.json"
+    return ModelConfig.of_stage(read_json(path), read_manifest(directory), str(path))
 
 
 def _check_drafts(path: Path, tokenizer: TextTokenizer) -> None:

@@ -12,13 +12,17 @@ import time
 from collections.abc import Iterator
 
 import uvicorn
+from starlette.routing import Route
 
 from ...checkpoint.errors import EnvironmentFault
 from .app import Api
 from .errors import unavailable
 from .hub import Hub
+from .log_file import LogFile
 from .options import ServeOptions
+from .origins import allow_origins
 from .plan import ServePlan, make_plan
+from .request_log import Observed
 from .supervisor import Supervisor
 from .workers import Workers
 
@@ -38,11 +42,14 @@ def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
     listener = _listen(options.host, options.port)
+    log = None if options.log_requests is None else LogFile(options.log_requests)
     try:
-        server = _Server(plan, listener)
+        server = _Server(plan, listener, log)
         code = asyncio.run(server.run())
     finally:
         listener.close()
+        if log is not None:
+            log.close()
     if server.workers.running:  # a long text is being encoded for nobody: its thread must not meet a dying interpreter
         sys.stderr.flush()
         os._exit(code)
@@ -50,15 +57,19 @@ def serve(options: ServeOptions) -> int:
 
 
 class _Server:
-    def __init__(self, plan: ServePlan, listener: socket.socket) -> None:
+    def __init__(self, plan: ServePlan, listener: socket.socket, log: LogFile | None) -> None:
         self._plan = plan
         self._listener = listener
         self._hub = Hub(plan.options.lanes, plan.options.max_waiting, plan.options.max_wait_seconds)
         self._supervisor = Supervisor(plan, self._hub, self._log_start)
         self.workers = Workers(_PROMPTS_AT_ONCE)
         application = Api(plan, self._hub, self._supervisor, self.workers).application()
+        paths = frozenset(route.path for route in application.routes if isinstance(route, Route))
+        allowed = allow_origins(application, plan.options.cors_origin)
         config = uvicorn.Config(
-            application,
+            Observed(allowed, paths, self._hub.meters, log, plan.options.log_content),
+            ssl_certfile=plan.options.tls_cert,
+            ssl_keyfile=plan.options.tls_key,
             log_level="error",
             access_log=False,
             lifespan="off",
@@ -124,10 +135,12 @@ class _Server:
             "max_waiting": options.max_waiting,
             "max_wait_seconds": f"{options.max_wait_seconds:g}",
             "watchdog_seconds": f"{options.watchdog_seconds:g}",
-            "api_key": "yes" if plan.api_key else "no",
+            "log": options.log_requests and ("content" if options.log_content else "requests"),
+            "api_keys": len(plan.keys),
         }
         words = " ".join(f"{name}={value}" for name, value in choices.items() if value is not None)
-        self._say(f"ready on http://{f'[{host}]' if ':' in host else host}:{port} {words}")
+        scheme = "http" if options.tls_cert is None else "https"
+        self._say(f"ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port} {words}")
 
     def _say(self, text: str) -> None:
         if not self._plan.options.quiet:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...checkpoint.errors import DuovoltError
 from .errors import unavailable
-from .group import RankFault, RankGroup
+from .group import RankFault, RankGroup, RankView
 from .hub import Hub
 from .plan import ServePlan
 
@@ -40,6 +40,10 @@ class Supervisor:
     def step_age(self) -> float | None:
         """Seconds since the last step; None while there are no ranks."""
         return None if self._hub.send is None or self._group is None else self._group.step_age()
+
+    def views(self) -> list[RankView]:
+        """What can be seen of each rank; none while there are no ranks."""
+        return [] if self._hub.send is None or self._group is None else self._group.views()
 
     async def run(self) -> None:
         """Raises the fault of the first start: a server that never worked must say so with its exit code."""

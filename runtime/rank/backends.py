@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ... import __version__
 from ...checkpoint.errors import EnvironmentFault, InputError
@@ -57,7 +58,7 @@ def build_engine(options: RankOptions, mailbox: Mailbox | None) -> tuple[Steppin
 def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEngine, dict[str, str]]:
     import torch
 
-    from ..engine.loading import EngineSettings, load_engine
+    from ..engine.loading import DraftHeadChoice, EngineSettings, load_engine
 
     torch.set_num_threads(1)
     if (options.dir / TOKENIZER).exists():
@@ -69,8 +70,12 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
         n_sampleable=options.sampleable,
         prefill_chunk=options.prefill_chunk,
         drafts_from=None if options.drafts_from is None else json.loads(options.drafts_from.read_bytes()),
+        draft_head=cast(DraftHeadChoice, options.draft_head),
     )
-    return load_engine(options.dir, collective, settings), {"kv": "float32"}
+    engine = load_engine(options.dir, collective, settings)
+    rows = engine.model.draft_rows
+    pages = str(2 * engine.cache.pages)  # the main layers' and the MTP layer's
+    return engine, {"kv": "float32", "kv_pages": pages, "draft_head": f"{rows}-rows" if rows else "full"}
 
 
 def versions(backend: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ class RankOptions:
     exchange_seconds: float
     drafts_from: Path | None = None
     ends: str = ""
+    draft_head: str = "auto"
 
     def arguments(self) -> list[str]:
         """The command line after `duovolt rank`."""

@@ -73,7 +73,7 @@ def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
         options.backend,
     )
     socket.send(encode(hello))
-    lockstep: Lockstep = SoloLockstep()
+    lockstep: Lockstep = SoloLockstep(region)
     mailbox: Mailbox | None = None
     if options.size == 2:
         lockstep = SharedLockstep(region, options.rank, options.exchange_seconds)

@@ -1,7 +1,9 @@
 """The scripted backend: answers from a file instead of a model, so that everything around the engine is tested alone.
 
 FILE holds JSON lines, one an answer: `{"blocks": [[ids...], ...], "delay_ms": 0}`. The n-th request gets line n, and
-the lines start over at the end. A block is what one round gives one lane, after `delay_ms`. A token's probability is 1.
+the lines start over at the end. A block is what one round gives one lane. Rounds come every `delay_ms` (the largest of the
+running answers), the first after that time; what a round costs is part of it, so that a script sets a pace and not a
+pause. A token's probability is 1.
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ def read_script(path: Path) -> list[ScriptedAnswer]:
     return answers
 
 
+_MADE_UP_ROUNDS = 4
+
+
 @dataclass
 class _Lane:
     request: GenerateRequest
@@ -68,6 +73,7 @@ class ScriptedEngine:
     _waiting: deque[_Lane] = field(default_factory=deque)
     _running: list[_Lane] = field(default_factory=list)
     _cancelled: set[int] = field(default_factory=set)
+    _due: float = 0.0  # when the last round was to come
 
     def add(self, request: GenerateRequest) -> None:
         answer = self.answers[self._requests % len(self.answers)]
@@ -91,9 +97,10 @@ class ScriptedEngine:
         fresh = next((lane for lane in self._running if not lane.prefilled), None)
         if fresh is not None:
             kind, fresh.prefilled = "prefill", True
+            self._due = max(self._due, time.monotonic())  # a pause between answers is not made up for
         elif self._running:
             kind = "round"
-            time.sleep(max(lane.delay_seconds for lane in self._running))
+            self._keep_pace(max(lane.delay_seconds for lane in self._running))
             events += [self._advance(lane) for lane in list(self._running)]
         words = [word for event in events for word in (event.request_id, len(event.tokens), *event.tokens)]
         self._meet(sum(words))
@@ -106,6 +113,13 @@ class ScriptedEngine:
             pending=len(self._waiting),
         )
         return record, events
+
+    def _keep_pace(self, delay: float) -> None:
+        """Wait until a round may come. Lost time is made up for, but for no more than a few rounds of it."""
+        now = time.monotonic()
+        self._due = max(self._due, now - _MADE_UP_ROUNDS * delay) + delay
+        if self._due > now:
+            time.sleep(self._due - now)
 
     def _cancel(self) -> list[TokenEvent]:
         gone = [lane for lane in (*self._running, *self._waiting) if lane.request.request_id in self._cancelled]

@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from duovolt.checkpoint.digest import digest_bytes, digest_file
 from duovolt.checkpoint.directory import Checkpoint
+from duovolt.checkpoint.download_record import DownloadRecord, finish_record
 from duovolt.checkpoint.encodings import fp8, nvfp4, plain
 from duovolt.checkpoint.encodings.weights import canonical, read_weight
 from duovolt.checkpoint.manifest import read_manifest
 from duovolt.convert import pipeline
-from duovolt.convert.download_record import DownloadRecord
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import Recipe, load_recipe
 from duovolt.model.config import ModelConfig
@@ -125,7 +125,8 @@ def test_conversion_id_follows_every_input_and_nothing_else(source: Path, tmp_pa
     other = msgspec.structs.replace(load_recipe("v100"), layout="canonical")
     fourth = read_manifest(to(source, tmp_path / "d", other)).conversion_id
     assert len({first, second, third, fourth}) == 4
-    DownloadRecord(1, "a/b", "main", "0123", {}).write(source)
+    DownloadRecord(1, "a/b", "main", "0123", {}).write_pending(source)
+    finish_record(source)
     again = read_manifest(to(source, tmp_path / "e", other))
     assert again.conversion_id == fourth and again.provenance["commit"] == "0123"
 

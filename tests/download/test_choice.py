@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from duovolt.checkpoint.download_record import unusable_name
 from duovolt.checkpoint.errors import InputError
 from duovolt.convert.download import download
-from duovolt.convert.hub import unusable_name
 
 REPO = "org/model"
 SHARD = "model.safetensors-00001-of-00002.safetensors"

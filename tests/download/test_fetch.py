@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from duovolt.checkpoint.download_record import read_record
 from duovolt.checkpoint.errors import InputError
 from duovolt.convert.download import download
-from duovolt.convert.download_record import read_record
 from duovolt.convert.standin import HubStandIn
 
 REPO = "org/model"
@@ -104,7 +104,8 @@ def test_record_is_withdrawn_while_a_revision_is_mixed(hub, repo, tmp_path):
     hub.edit_listing = lambda listing: listing | {"sha": commit}  # every file request will be refused
     with pytest.raises(InputError):
         download(REPO, dst, endpoint=hub.url)
-    assert read_record(dst) is None
+    pending = read_record(dst, pending=True)
+    assert read_record(dst) is None and pending is not None and pending.commit == commit
 
 
 def test_single_file_without_index(make_repo, hub, tmp_path):

@@ -81,9 +81,10 @@ def test_killed_at_every_write_fsync_and_rename(make_repo, hub, tmp_path, tree, 
     subprocess.run(arguments, env=environment | {"DUOVOLT_COUNT_WRITES": str(counter)}, check=True, timeout=60)
     assert tree(tmp_path / "counted") == whole
     count = int(counter.read_text())
-    # Four files: their partial's record (4 events), bytes (2 blocks for the shard), fsync, rename, the directory's
-    # fsync; the index, known from the plan, is put in one go (1); then the download's own record (4).
-    assert count == 4 * (4 + 1 + 3) + 1 + 1 + 4
+    # The download's pending record (4 events). Four files: their partial's record (4), bytes (2 blocks for the shard),
+    # fsync, rename, the directory's fsync; the index, known from the plan, is put in one go (1); then the record gets
+    # its final name (2).
+    assert count == 4 + 4 * (4 + 1 + 3) + 1 + 1 + 2
     root.mkdir()
     arguments = [sys.executable, "-c", KILLED_AT_EVERY_WRITE, REPO, hub.url, str(root), "1", str(count)]
     done = subprocess.run(arguments, env=environment, check=True, timeout=170, capture_output=True, text=True)

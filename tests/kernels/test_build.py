@@ -9,8 +9,10 @@ import types
 import pytest
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
+from duovolt.cli import kernels as command
 from duovolt.cli.main import main
 from duovolt.kernels import build as builder
+from duovolt.kernels import module
 
 KERNELS = {f"linear_{kind}_{tokens}" for kind in ("nvfp4", "fp8") for tokens in (8, 16, 24)}
 FORBIDDEN = {  # what sm_70 lacks, what it does slowly, and what would make a sum depend on timing
@@ -31,6 +33,12 @@ def own_cache(tmp_path, monkeypatch):
     compiler.cache_clear()
     yield
     compiler.cache_clear()
+
+
+@pytest.fixture
+def one_source(monkeypatch):
+    """The command builds linear.cu alone: all of them take half a minute."""
+    monkeypatch.setattr(command, "sources", lambda: ["linear.cu"])
 
 
 @pytest.fixture
@@ -98,9 +106,29 @@ def test_a_changed_source_or_header_misses(nvrtc, monkeypatch, tmp_path, changed
     assert builder.file_name("linear.cu", "compute_70") != name
 
 
-def test_architectures_do_not_share_an_entry(nvrtc):
-    builder.build("linear.cu", "compute_70")
+def test_architectures_and_definitions_do_not_share_an_entry(nvrtc):
+    plain = builder.build("linear.cu", "compute_70")
     assert not builder.build("linear.cu", "sm_70").cached
+    defined = builder.build("linear.cu", "compute_70", ("UNUSED=1",))
+    assert not defined.cached and defined.path != plain.path and defined.image == plain.image
+    names = {builder.file_name("linear.cu", "compute_70", defines) for defines in ((), ("UNUSED=1",))}
+    assert len(names) == 2
+
+
+def test_native_code_is_preferred_and_ptx_is_what_remains(nvrtc, monkeypatch):
+    built = []
+
+    def image_for(source, arch, defines):
+        built.append(arch)
+        return builder.build(source, arch, defines).image
+
+    monkeypatch.setattr(module, "image_for", image_for)
+    assert module._first_image("linear.cu", ["sm_80", "compute_70"], ())[0] == "sm_80"
+    arch, image = module._first_image("linear.cu", ["sm_199", "compute_70"], ())
+    assert arch == "compute_70" and b".target sm_70" in image
+    assert built == ["sm_80", "sm_199", "compute_70"]
+    with pytest.raises(EnvironmentFault, match=r"sm_199.*unknown"):
+        module._first_image("linear.cu", ["sm_199"], ())
 
 
 @pytest.mark.parametrize("arch", ["", "70", "sm_7", "sm_61", "compute_60", "v100", "sm_70;rm", "sm_70 "])
@@ -156,19 +184,23 @@ def test_a_cache_that_cannot_be_written_is_named(nvrtc, monkeypatch, tmp_path):
         builder.build("linear.cu", "compute_70")
 
 
-def test_prebuilt_directory_replaces_the_compiler(nvrtc, monkeypatch, tmp_path, capsys):
+def test_prebuilt_directory_replaces_the_compiler(nvrtc, one_source, monkeypatch, tmp_path, capsys):
     out = tmp_path / "prebuilt"
     assert main(["kernels", "build", "--arch", "compute_70", "--out", str(out)]) == 0
     (file,) = out.iterdir()
     assert str(file) in capsys.readouterr().out
     monkeypatch.setenv(builder.PREBUILT_VARIABLE, str(out))
-    monkeypatch.setattr(builder, "_compiler", lambda: pytest.fail("compiled although a prebuilt kernel is there"))
+
+    def missing():
+        raise EnvironmentFault("NVRTC is missing.")
+
+    monkeypatch.setattr(builder, "_compiler", missing)
     assert builder.image_for("linear.cu", "compute_70") == file.read_bytes()
-    with pytest.raises(EnvironmentFault, match=r"duovolt kernels build --arch sm_70 --out .*prebuilt"):
+    with pytest.raises(EnvironmentFault, match=r"build --arch sm_70 --out .*prebuilt\. .*NVRTC is missing"):
         builder.image_for("linear.cu", "sm_70")
 
 
-def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, capsys):
+def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, one_source, capsys):
     arguments = ["kernels", "build", "--arch", "sm_70", "--arch", "compute_70"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -6,7 +6,7 @@ import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.kernels.linear import Fp8Weight, Nvfp4Weight, linear, linear_reference
-from duovolt.kernels.module import arch_for
+from duovolt.kernels.module import arches_for
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -107,7 +107,10 @@ def test_parts_that_do_not_fit_are_refused(case):
         make()
 
 
-def test_a_v100_loads_machine_code_and_newer_cards_the_same_ptx():
-    assert [arch_for(c) for c in ((7, 0), (7, 5), (9, 0), (12, 0))] == ["sm_70", *["compute_70"] * 3]
+def test_a_v100_loads_machine_code_and_newer_cards_their_own_or_the_same_ptx():
+    assert arches_for((7, 0)) == ["sm_70"]
+    assert [arches_for(c) for c in ((7, 5), (9, 0), (12, 0))] == [
+        [f"sm_{number}", "compute_70"] for number in (75, 90, 120)
+    ]
     with pytest.raises(EnvironmentFault, match=r"6\.1 is too old"):
-        arch_for((6, 1))
+        arches_for((6, 1))

@@ -58,7 +58,7 @@ class Server:
         raise AssertionError(f"no {pattern!r} in the log:\n{self.log}")
 
     def wait_ready(self) -> Server:
-        self.url = self.wait_log(r"ready on (http://\S+)")[1]
+        self.url = self.wait_log(r"ready on (https?://\S+)")[1]
         return self
 
     def rank_pids(self) -> list[int]:

@@ -11,6 +11,7 @@ import httpx
 
 from duovolt.runtime.messages import CancelRequest, GenerateRequest
 from duovolt.runtime.proxy.app import Api
+from duovolt.runtime.proxy.group import RankView
 from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import make_plan
@@ -24,6 +25,9 @@ class ReadySupervisor:
     ready = True
     step_age = 0.0
     facts: dict[str, str] = {"kv": "none"}
+
+    def views(self) -> list[RankView]:
+        return []
 
 
 class LocalApi:

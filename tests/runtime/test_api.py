@@ -336,5 +336,5 @@ def test_key_models_tokenize_page_and_metrics(tmp_path: Path) -> None:
     assert page.headers["content-type"].startswith("text/html")
     assert "http://" not in page.text and "https://" not in page.text  # nothing is fetched from elsewhere
     metrics = api.request("GET", "/metrics").text
-    assert "# TYPE duovolt_requests_total counter\nduovolt_requests_total 0\n" in metrics
+    assert "# TYPE duovolt_requests_total counter\nduovolt_requests_total 0.0\n" in metrics
     assert json.loads(api.request("GET", "/health/ready").text)["ready"] is True

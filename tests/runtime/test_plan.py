@@ -168,12 +168,12 @@ def test_ids_beyond_any_vocabulary_are_refused(plan: Plan, tmp_path: Path, numbe
     assert f"its largest id is {number}, expected" in refused(plan, {"tokenizer.json": document})
 
 
-@pytest.mark.parametrize("raw", [b"\xff", b"k\xc3\xa9y", b"", b" \n", b"a\nb", b"a\x00b"])
-def test_a_key_must_be_one_line_of_ascii(plan: Plan, tmp_path: Path, raw: bytes) -> None:
+@pytest.mark.parametrize("raw", [b"\xff", b"k\xc3\xa9y", b"", b" \n", b"a\x00b"])
+def test_keys_are_lines_of_ascii(plan: Plan, tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "key").write_bytes(raw)
     assert f"--api-key-file {tmp_path / 'key'}" in refused(plan, {}, api_key_file=tmp_path / "key")
     (tmp_path / "key").write_text(" sec ret\n")
-    assert plan({}, api_key_file=tmp_path / "key").api_key == "sec ret"
+    assert plan({}, api_key_file=tmp_path / "key").keys.admits("sec ret")
 
 
 def test_the_command_says_it_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

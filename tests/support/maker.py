@@ -182,3 +182,22 @@ def quantised_source(path: Path, config_json: dict[str, Any], words: Words = ran
     (path / "config.json").write_text(json.dumps(config_json, indent=1))
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "foo_config.json").write_text('{"unknown": true}')
+
+
+def plain_source(path: Path, config_json: dict[str, Any], max_shard_bytes: int = 1 << 30) -> None:
+    """A source of BF16 weights in several shards with an index, as a hub has it."""
+    groups = [
+        [Planned(spec.name, "BF16", spec.shape)] for spec in inventory(ModelConfig.from_dict(config_json)).values()
+    ]
+    files = plan_files(groups, max_shard_bytes)
+    path.mkdir()
+    for file, tensors in files:
+        with AtomicFile(path / file) as handle:
+            writer = ShardWriter(handle, tensors, {"format": "pt"})
+            for tensor in tensors:
+                writer.write(random_words(tensor.name, "plain", tensor.shape, "BF16"))
+            writer.close()
+    weight_map = {tensor.name: file for file, tensors in files for tensor in tensors}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "config.json").write_text(json.dumps(config_json, indent=1))
+    (path / "chat_template.jinja").write_text("{{ messages }}")

@@ -115,7 +115,7 @@ def test_lies_to_dequantize(made: Path, tmp_path: Path) -> None:
         tried += 1
         with suppress(DuovoltError):
             tensors, _, _ = tensors_of(made / "converted", "F32")
-            write_plain(tensors, {}, tmp_path / "out", lambda count: None)
+            write_plain(tensors, {}, tmp_path / "out", lambda count: None, "test")
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (made / "converted" / MANIFEST).write_bytes(forged[1])
     assert tried > 120
