@@ -45,6 +45,13 @@ class Proof(msgspec.Struct, kw_only=True):
         if len(self.failures) < MAX_LISTED:
             self.failures.append(Failure(message=message, **where))
 
+    def take(self, part: "Proof") -> None:
+        """Add the failures of a part of this proof that was run apart."""
+        if part.failure_count:
+            self.status = "failed"
+            self.failure_count += part.failure_count
+            self.failures += part.failures[: MAX_LISTED - len(self.failures)]
+
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
     """How far one quantised weight is from its source. `max_abs` in the weight's unit; `relative_l2` = |w - d| / |w|."""
