@@ -5,6 +5,7 @@ They stand in `tuning.json` beside the compiled kernels, by the name of the card
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -22,17 +23,22 @@ _WARPS = 8
 _PADDED_BAND = 33  # floats a row of the warps' sums
 MOST_STAGES = 8
 MOST_BLOCKS = 16
+CLUSTERS = (1, 2, 4, 8)
+_EVEN_ENOUGH = 1.08  # the fullest multiprocessor's blocks over the mean
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the decode linear runs on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
-    all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs; wrong results.
+    all bands of a launch; 0 for a block a band. `cluster`: blocks that share a band's warps, on sm_90 and newer;
+    0 for the fewest that fill all multiprocessors about evenly. `ablate`: what is left out to see what the rest costs,
+    with wrong results.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
     blocks_a_sm: int = 0
+    cluster: Literal[0, 1, 2, 4, 8] = 0
     ablate: Literal["", "arithmetic", "loads"] = ""
 
     def __post_init__(self) -> None:
@@ -46,17 +52,30 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stages = tuple(f"{name.upper()}_STAGES={n}" for name, n in self.stages.items() if n != STAGES[name])
         return (*stages, f"ABLATE_{self.ablate.upper()}") if self.ablate else stages
 
-    def blocks(self, items: int, multiprocessors: int) -> int:
-        """Blocks of a launch of `items` bands."""
-        return min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
+    def grid(self, items: int, multiprocessors: int, arch: str) -> tuple[int, int]:
+        """Clusters of a launch of `items` bands, and blocks of each."""
+        clusters = min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
+        if int(arch.partition("_")[2]) < 90:
+            return clusters, 1
+        return clusters, self.cluster or _even_cluster(clusters, multiprocessors)
 
-    def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
+    def shared_bytes(self, kernel: str, tokens: int, arch: str, cluster: int) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
-        sums = _WARPS * tokens * _PADDED_BAND * 4
+        sums = (_WARPS + 1) * tokens * _PADDED_BAND * 4
         if int(arch.partition("_")[2]) < 80:
             return sums
         names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]
-        return sums + max(_WARPS * self.stages[name] * STAGE_BYTES[name] for name in names)
+        return sums + max(_WARPS // cluster * self.stages[name] * STAGE_BYTES[name] for name in names)
+
+
+def _even_cluster(clusters: int, multiprocessors: int) -> int:
+    """The smallest cluster with which no multiprocessor gets much more than the mean."""
+
+    def unevenness(size: int) -> float:
+        mean = clusters * size / multiprocessors
+        return math.ceil(mean) / mean
+
+    return next((size for size in CLUSTERS[:-1] if unevenness(size) <= _EVEN_ENOUGH), CLUSTERS[-2])
 
 
 _override: ContextVar[Choice | None] = ContextVar("tuning_override", default=None)

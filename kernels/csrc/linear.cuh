@@ -1,7 +1,7 @@
 // Decode linear: y[T, N] = x[T, K] W[N, K]^T for T = 1..24, several matrices a launch, with what follows them.
 //
-// A block owns bands of 32 rows of W and splits K over its warps, whose sums are added in the order of the warps, in
-// shared memory. A token's bits depend on its own row of x and on W alone: every output is the same chain of FP32
+// A block (or a cluster of blocks) owns bands of 32 rows of W and splits K over its eight warps, whose sums are added in
+// the order of the warps, in shared memory. A token's bits depend on its own row of x and on W alone: every output is the same chain of FP32
 // additions for every T and every grid, and no sum is atomic. docs/kernels.md says why it is cut this way.
 #pragma once
 #include "linear_task.cuh"
@@ -39,15 +39,16 @@ __device__ __forceinline__ unsigned short saturated(float value, unsigned *overf
     return static_cast<unsigned short>(half_bits(value));
 }
 
-// Sums of one band, a warp's part each. One word of padding a row, against lanes that would meet in one bank.
-template <int kTiles> using Partial = float[kWarps][kTiles * kTokens][kRows + 1];
+// Sums of one band, a warp's part each, then the gates of SwiGLU. One word of padding a row, against lanes that would meet
+// in one bank.
+template <int kTiles> using Partial = float[kWarps + 1][kTiles * kTokens][kRows + 1];
 
-// The products of one warp with one band.
+// The products of one warp with one band, into the shared memory of the cluster's first block.
 template <class Weight, int kTiles, bool kAhead>
 __device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
                               Partial<kTiles> &partial) {
     const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const int warp = own_warp();
     float sum[kTiles][8] = {};
 #pragma unroll 1
     for (int turn = warp; turn < (task.groups + kTurn - 1) / kTurn; turn += kWarps) {
@@ -64,13 +65,16 @@ __device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &t
             walk.multiply(sum, turn);
         }
     }
+    cluster_wait(); // the first block is there, and done with the last band's sums
+    const SharedAddress sums = in_first_block(shared_address(&partial[warp][0][0]));
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int token = tile * kTokens + Turns<Weight, kTiles, kAhead>::token(lane, i);
             if (token < task.tokens) {
-                partial[warp][token][Turns<Weight, kTiles, kAhead>::row(lane, i)] = sum[tile][i];
+                const int place = token * (kRows + 1) + Turns<Weight, kTiles, kAhead>::row(lane, i);
+                write_shared(sums + place * 4, sum[tile][i]);
             }
         }
     }
@@ -100,38 +104,47 @@ __device__ __forceinline__ void store(const Task &task, const Matrix &matrix, in
     }
 }
 
+// What follows the product: one band's outputs, or its gates.
+template <class Weight, int kTiles>
+__device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, int band, int part,
+                                       Partial<kTiles> &partial) {
+    for (int index = threadIdx.x; index < task.tokens * kRows; index += blockDim.x) {
+        const int token = index / kRows, band_row = index % kRows, row = band * kRows + band_row;
+        if (row < matrix.rows) {
+            const float value = total<Weight, kTiles>(partial, matrix, token, band_row, row);
+            float &gate = partial[kWarps][token][band_row];
+            if (task.epilogue != kSwiglu) {
+                store(task, matrix, token, row, value);
+            } else if (part == 0) {
+                gate = value / (1.0f + expf(-value));
+            } else {
+                store(task, matrix, token, row, gate * value);
+            }
+        }
+    }
+}
+
 template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes <= 16 && !Weight::kBlocks>
 __device__ __forceinline__ void run(const Task &task, Items items) {
     Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
-    constexpr int kMine = kTiles * kTokens * kRows / (kWarps * 32); // outputs of a thread and band
     Turns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
+    cluster_arrive();
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
-        float gate[kMine] = {};
 #pragma unroll 1
         for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
             int band;
             const Matrix &matrix = matrix_of(task, item, part, band);
             multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
-            __syncthreads();
-#pragma unroll
-            for (int mine = 0; mine < kMine; ++mine) {
-                const int index = mine * kWarps * 32 + threadIdx.x;
-                const int token = index / kRows, row = band * kRows + index % kRows;
-                if (token < task.tokens && row < matrix.rows) {
-                    const float value = total<Weight, kTiles>(partial, matrix, token, index % kRows, row);
-                    if (task.epilogue != kSwiglu) {
-                        store(task, matrix, token, row, value);
-                    } else if (part == 0) {
-                        gate[mine] = value / (1.0f + expf(-value));
-                    } else {
-                        store(task, matrix, token, row, gate[mine] * value);
-                    }
-                }
+            cluster_arrive();
+            cluster_wait();
+            if (cluster_rank() == 0) {
+                finish<Weight, kTiles>(task, matrix, band, part, partial);
             }
-            __syncthreads(); // before the next band's sums
+            cluster_arrive();
         }
     }
+    cluster_wait();
 }
 
 // A function of its own, so that its registers are not another encoding's.
@@ -162,7 +175,8 @@ template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, 
 
 #define LINEAR(name, call, blocks_a_sm)                                                                                \
     extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks_a_sm) name(const __grid_constant__ Task task) {   \
-        call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
+        const int size = cluster_size();                                                                               \
+        call(task, {static_cast<int>(blockIdx.x) / size, task.items, static_cast<int>(gridDim.x) / size});             \
     }
 #define LINEARS(tokens, tiles)                                                                                         \
     LINEAR(linear_nvfp4_##tokens, (run<Fp4Lane, tiles>), kBlocks[tiles - 1])                                             \

@@ -30,7 +30,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
 
     // Back to the warp's first turn: every band has the same.
     __device__ void rewind_x() {
-        const int first = threadIdx.x / 32 * kTurn + threadIdx.x % 4, token = threadIdx.x % 32 / 4;
+        const int first = own_warp() * kTurn + threadIdx.x % 4, token = threadIdx.x % 32 / 4;
         x = reinterpret_cast<const unsigned char *>(ahead.task.x) + (token * ahead.task.groups + first) * 2 * kColumns;
         x_tiles = ahead.task.groups - first;
     }

@@ -21,10 +21,11 @@ EMULATOR = Path(__file__).with_name("emulator.hpp")
 REPLACED = (
     "half.cuh",
     "shared.cuh",
+    "cluster.cuh",
     "volta.cuh",
     "ampere.cuh",
 )  # instructions that C++ cannot name: the emulator has them
-HOST_ARCHES = {"volta": 700, "ampere": 800, "ada": 890}
+HOST_ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
 
 
 @dataclass
