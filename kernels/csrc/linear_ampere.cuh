@@ -15,10 +15,14 @@ template <class Weight, int kTiles> struct AmpereTurns {
     const unsigned char *x;              // this lane's tile of its token of the first token tile, in the band's next turn
     int x_tiles;                         // from that tile on; none for a lane without a token
     SharedAddress ring, stage, free;     // of this warp: the stage to multiply next, and the one to fill next
+    int lane, to, scales_to, from;       // offsets in a stage: of this lane's copies, and of what it multiplies
 
     __device__ AmpereTurns(const Task &task, Items items, unsigned char *shared)
         : ahead(task, items), ring(shared_address(shared + threadIdx.x / 32 * kStages * kStageBytes)), stage(ring),
-          free(ring) {
+          free(ring), lane(kept(threadIdx.x % 32)), to(kept(place(lane))),
+          // Scales: 16 bytes for each of eight lanes, two lanes a tile.
+          scales_to(kept(lane / 2 * Weight::kTileStride + kTileBytes + lane % 2 * 16)),
+          from(kept(lane % 4 * Weight::kTileStride)) {
         find_band();
 #pragma unroll
         for (int count = 0; count < kStages - 1; ++count) {
@@ -30,7 +34,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
 
     // Back to the warp's first turn: every band has the same.
     __device__ void rewind_x() {
-        const int first = own_warp() * kTurn + threadIdx.x % 4, token = threadIdx.x % 32 / 4;
+        const int first = own_warp() * kTurn + lane % 4, token = lane / 4;
         x = reinterpret_cast<const unsigned char *>(ahead.task.x) + (token * ahead.task.groups + first) * 2 * kColumns;
         x_tiles = ahead.task.groups - first;
     }
@@ -42,7 +46,6 @@ template <class Weight, int kTiles> struct AmpereTurns {
 
     __device__ void find_band() {
         if (!ahead.done()) {
-            const int lane = threadIdx.x % 32;
             const long long tile = ahead.first_tile + ahead.turn * kTurn;
             words = ahead.words + tile * kTileBytes + lane * 16;
             scales = ahead.group_scales + tile * kRows + lane * 16;
@@ -53,10 +56,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
     __device__ void load() {
 #ifndef ABLATE_LOADS
         if (!ahead.done()) {
-            const int lane = threadIdx.x % 32;
-            const SharedAddress own = free + place(lane);
-            // Scales: 16 bytes for each of eight lanes, two lanes a tile.
-            const SharedAddress own_scales = free + lane / 2 * Weight::kTileStride + kTileBytes + lane % 2 * 16;
+            const SharedAddress own = free + to, own_scales = free + scales_to;
             const int tiles = ahead.task.groups - ahead.turn * kTurn; // that there are from here on
             if (tiles >= kTurn) {
 #pragma unroll
@@ -107,7 +107,6 @@ template <class Weight, int kTiles> struct AmpereTurns {
     // tile q of the turn, for token g and for the rows g, g + 8, g + 16 and g + 24. A product takes four columns of each
     // of the four tiles: the order of columns within a product is free as long as both sides agree.
     __device__ void multiply(float (&sum)[kTiles][8], int turn) {
-        const int lane = threadIdx.x % 32;
         uint4 own[kTiles][2];
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
@@ -123,7 +122,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
         wait_copies<kStages - 2>();
         __syncwarp(); // the copies of the other lanes, too
         load();       // into the stage that the last turn left
-        const SharedAddress words_now = stage + lane % 4 * Weight::kTileStride;
+        const SharedAddress words_now = stage + from;
         free = stage;
         stage = stage + kStageBytes == ring + kStages * kStageBytes ? ring : stage + kStageBytes;
         x += kWarps * kTurn * 2 * kColumns;

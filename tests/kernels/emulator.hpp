@@ -157,6 +157,7 @@ template <int pending> void wait_copies() {
     pthread_barrier_wait(&warp_barriers[own_thread() / 32]); // the __syncwarp that must follow
 }
 
+inline int kept(int value) { return value; }
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
     unsigned result = 0;
