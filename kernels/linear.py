@@ -135,10 +135,9 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     device = x.device.index
     tuned = choice(device)
     module = load(SOURCES[padded], device, tuned.defines)
-    clusters, cluster = tuned.grid(filled.items, multiprocessors(device), module.arch)
-    shared_bytes = tuned.shared_bytes(kernel, padded, module.arch, cluster)
-    blocks, threads = clusters * cluster, THREADS // cluster
-    module.launch(f"linear_{kernel}_{padded}", blocks, threads, (filled,), shared_bytes, cluster)
+    blocks = tuned.blocks(filled.items, multiprocessors(device))
+    shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
+    module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes)
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:

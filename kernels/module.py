@@ -72,12 +72,10 @@ class Module:
         threads: int,
         arguments: tuple[Argument, ...],
         shared_bytes: int = 0,
-        cluster: int = 1,
     ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
-        `shared_bytes`: dynamic shared memory a block, above 48 KB too. `cluster`: neighbouring blocks that may share
-        theirs, on sm_90 and newer. Raises EnvironmentFault if the driver refuses.
+        `shared_bytes`: dynamic shared memory a block, above 48 KB too. Raises EnvironmentFault if the driver refuses.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         values = [_as_ctypes(item) for item in arguments]
@@ -87,26 +85,10 @@ class Module:
         self._call("cuCtxPushCurrent", self._context)
         try:
             function = self._function(name, shared_bytes)
-            if cluster == 1:
-                where = (*grid, threads, 1, 1, shared_bytes, stream)
-                self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
-            else:
-                config = self._clustered(grid, threads, shared_bytes, stream, cluster)
-                parameters = ctypes.addressof(pointers)
-                self._call("cuLaunchKernelEx", config, function, parameters, 0, what=f"launching {name}")
+            where = (*grid, threads, 1, 1, shared_bytes, stream)
+            self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
         finally:
             self._call("cuCtxPopCurrent")
-
-    def _clustered(self, grid: tuple[int, ...], threads: int, shared_bytes: int, stream: int, cluster: int) -> Any:
-        config, attribute = self._driver.CUlaunchConfig(), self._driver.CUlaunchAttribute()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes, config.hStream = shared_bytes, stream
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dimension = attribute.value.clusterDim
-        dimension.x, dimension.y, dimension.z = cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
-        return config
 
     def attribute(self, name: str, attribute: str) -> int:
         """A `CUfunction_attribute` of kernel `name`, for example NUM_REGS or SHARED_SIZE_BYTES."""

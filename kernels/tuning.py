@@ -5,7 +5,6 @@ They stand in `tuning.json` beside the compiled kernels, by the name of the card
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,28 +16,27 @@ import torch
 from ..checkpoint.errors import InputError
 from .build import cache_directory, write_atomically
 
-STAGES = {"nvfp4": 4, "fp8": 3, "half": 3}  # of each warp's ring of copies, as in csrc/encodings.cuh
-STAGE_BYTES = {"nvfp4": 4 * 288, "fp8": 4 * 544, "half": 4 * 1056}  # four tiles with the padding that spreads the banks
+STAGES = {"nvfp4": 3, "fp8": 3, "half": 3}  # of each warp's ring of copies, as in csrc/encodings.cuh
+STAGE_BYTES = {
+    "nvfp4": 8 * 288,
+    "fp8": 4 * 544,
+    "half": 4 * 1056,
+}  # a turn's tiles with the padding that spreads the banks
 _WARPS = 8
 _PADDED_BAND = 33  # floats a row of the warps' sums
 MOST_STAGES = 8
 MOST_BLOCKS = 16
-CLUSTERS = (1, 2, 4, 8)
-_EVEN_ENOUGH = 1.08  # the fullest multiprocessor's blocks over the mean
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the decode linear runs on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
-    all bands of a launch; 0 for a block a band. `cluster`: blocks that share a band's warps, on sm_90 and newer;
-    0 for the fewest that fill all multiprocessors about evenly. `ablate`: what is left out to see what the rest costs,
-    with wrong results.
+    all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs, with wrong results.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
     blocks_a_sm: int = 0
-    cluster: Literal[0, 1, 2, 4, 8] = 0
     ablate: Literal["", "arithmetic", "loads"] = ""
 
     def __post_init__(self) -> None:
@@ -52,30 +50,17 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stages = tuple(f"{name.upper()}_STAGES={n}" for name, n in self.stages.items() if n != STAGES[name])
         return (*stages, f"ABLATE_{self.ablate.upper()}") if self.ablate else stages
 
-    def grid(self, items: int, multiprocessors: int, arch: str) -> tuple[int, int]:
-        """Clusters of a launch of `items` bands, and blocks of each."""
-        clusters = min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
-        if int(arch.partition("_")[2]) < 90:
-            return clusters, 1
-        return clusters, self.cluster or _even_cluster(clusters, multiprocessors)
+    def blocks(self, items: int, multiprocessors: int) -> int:
+        """Blocks of a launch of `items` bands."""
+        return min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
 
-    def shared_bytes(self, kernel: str, tokens: int, arch: str, cluster: int) -> int:
+    def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
         sums = (_WARPS + 1) * tokens * _PADDED_BAND * 4
         if int(arch.partition("_")[2]) < 80:
             return sums
         names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]
-        return sums + max(_WARPS // cluster * self.stages[name] * STAGE_BYTES[name] for name in names)
-
-
-def _even_cluster(clusters: int, multiprocessors: int) -> int:
-    """The smallest cluster with which no multiprocessor gets much more than the mean."""
-
-    def unevenness(size: int) -> float:
-        mean = clusters * size / multiprocessors
-        return math.ceil(mean) / mean
-
-    return next((size for size in CLUSTERS[:-1] if unevenness(size) <= _EVEN_ENOUGH), CLUSTERS[-2])
+        return sums + max(_WARPS * self.stages[name] * STAGE_BYTES[name] for name in names)
 
 
 _override: ContextVar[Choice | None] = ContextVar("tuning_override", default=None)

@@ -6,7 +6,6 @@ No choice changes a bit of any result: docs/kernels.md says why.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -18,7 +17,6 @@ from .kernels import CASES, Case, copies_of, launches, random_weight, time_graph
 TOKENS = (1, 4)
 STAGES_TRIED = (2, 3, 4, 6)
 BLOCKS_TRIED = (0, 2, 3)
-CLUSTERS_TRIED: tuple[Literal[0, 1, 2, 4], ...] = (0, 1, 2, 4)
 POOL_BYTES = 1 << 30
 _CASES = {"nvfp4": ("gate up", "down"), "fp8": ("attention in", "mixer out"), "half": ("delta in",)}
 
@@ -44,7 +42,7 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
                 for tokens in TOKENS:
                     times.append(time_graph(launches(cases[name], sets[name], tokens, device)) * 1e6)
         found = math.exp(sum(map(math.log, times)) / len(times))
-        tell(f"{found:8.2f} us  {chosen.stages}  blocks a SM {chosen.blocks_a_sm or 'all'}  cluster {chosen.cluster}")
+        tell(f"{found:8.2f} us  {chosen.stages}  blocks a SM {chosen.blocks_a_sm or 'all'}")
         return found
 
     stages = dict(STAGES)
@@ -52,9 +50,8 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
         tried = [n for n in STAGES_TRIED if encoding != "half" or n <= STAGES["half"]]
         stages[encoding] = min(tried, key=lambda n, e=encoding, ns=names: mean(Choice(stages | {e: n}), ns))  # type: ignore[misc]
     everything = tuple(sets)
-    cluster = min(CLUSTERS_TRIED, key=lambda size: mean(Choice(stages, 0, size), everything))
-    blocks = min(BLOCKS_TRIED, key=lambda count: mean(Choice(stages, count, cluster), everything))
-    best = Choice(stages, blocks, cluster)
+    blocks = min(BLOCKS_TRIED, key=lambda count: mean(Choice(stages, count), everything))
+    best = Choice(stages, blocks)
     return Trial(best, mean(best, everything))
 
 

@@ -189,7 +189,7 @@ def hot_loop(lines: list[str]) -> Loop:
 
 def _judge(name: str, tokens: int, registers: int, spilled: int, lines: list[str] | None) -> KernelReport:
     encoding = encoding_of(name)
-    shared = Choice().shared_bytes(encoding, tokens, ARCH, 1)
+    shared = Choice().shared_bytes(encoding, tokens, ARCH)
     allocated = -(-registers // 8) * 8 * THREADS
     blocks = min(REGISTERS // allocated, SHARED_BYTES // shared, MOST_WARPS * 32 // THREADS, MOST_BLOCKS)
     warps = blocks * THREADS // 32

@@ -1,7 +1,7 @@
 // Decode linear: y[T, N] = x[T, K] W[N, K]^T for T = 1..24, several matrices a launch, with what follows them.
 //
-// A block (or a cluster of blocks) owns bands of 32 rows of W and splits K over its eight warps, whose sums are added in
-// the order of the warps, in shared memory. A token's bits depend on its own row of x and on W alone: every output is the same chain of FP32
+// A block owns bands of 32 rows of W and splits K over its eight warps, whose sums are added in the order of the warps, in
+// shared memory. A token's bits depend on its own row of x and on W alone: every output is the same chain of FP32
 // additions for every T and every grid, and no sum is atomic. docs/kernels.md says why it is cut this way.
 #pragma once
 #include "linear_task.cuh"
@@ -43,15 +43,15 @@ __device__ __forceinline__ unsigned short saturated(float value, unsigned *overf
 // in one bank.
 template <int kTiles> using Partial = float[kWarps + 1][kTiles * kTokens][kRows + 1];
 
-// The products of one warp with one band, into the shared memory of the cluster's first block.
+// The products of one warp with one band.
 template <class Weight, int kTiles, bool kAhead>
 __device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
                               Partial<kTiles> &partial) {
     const int lane = threadIdx.x % 32;
-    const int warp = own_warp();
+    const int warp = threadIdx.x / 32;
     float sum[kTiles][8] = {};
 #pragma unroll 1
-    for (int turn = warp; turn < (task.groups + kTurn - 1) / kTurn; turn += kWarps) {
+    for (int turn = warp; turn < walk.ahead.turns(); turn += kWarps) {
         if (Weight::kBlocks) {
             const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
             const float scale = __ldg(matrix.block_scales + block);
@@ -65,16 +65,13 @@ __device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &t
             walk.multiply(sum, turn);
         }
     }
-    cluster_wait(); // the first block is there, and done with the last band's sums
-    const SharedAddress sums = in_first_block(shared_address(&partial[warp][0][0]));
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int token = tile * kTokens + Turns<Weight, kTiles, kAhead>::token(lane, i);
             if (token < task.tokens) {
-                const int place = token * (kRows + 1) + Turns<Weight, kTiles, kAhead>::row(lane, i);
-                write_shared(sums + place * 4, sum[tile][i]);
+                partial[warp][token][Turns<Weight, kTiles, kAhead>::row(lane, i)] = sum[tile][i];
             }
         }
     }
@@ -104,6 +101,17 @@ __device__ __forceinline__ void store(const Task &task, const Matrix &matrix, in
     }
 }
 
+// Brings what `finish` will read near: from memory it would come late, at the very end.
+__device__ __forceinline__ void prefetch_rest(const Task &task, const Matrix &matrix, int band) {
+    const int row = band * kRows;
+    if (threadIdx.x == 0 && matrix.scale_stride == 1) {
+        prefetch(matrix.scale + row);
+    }
+    if (matrix.residual != nullptr && threadIdx.x < task.tokens) {
+        prefetch(matrix.residual + static_cast<size_t>(threadIdx.x) * matrix.out_stride + row);
+    }
+}
+
 // What follows the product: one band's outputs, or its gates.
 template <class Weight, int kTiles>
 __device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, int band, int part,
@@ -128,23 +136,19 @@ template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes 
 __device__ __forceinline__ void run(const Task &task, Items items) {
     Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
     Turns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
-    cluster_arrive();
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
 #pragma unroll 1
         for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
             int band;
             const Matrix &matrix = matrix_of(task, item, part, band);
+            prefetch_rest(task, matrix, band);
             multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
-            cluster_arrive();
-            cluster_wait();
-            if (cluster_rank() == 0) {
-                finish<Weight, kTiles>(task, matrix, band, part, partial);
-            }
-            cluster_arrive();
+            __syncthreads();
+            finish<Weight, kTiles>(task, matrix, band, part, partial);
+            __syncthreads(); // before the next band's sums
         }
     }
-    cluster_wait();
 }
 
 // A function of its own, so that its registers are not another encoding's.
@@ -175,8 +179,7 @@ template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, 
 
 #define LINEAR(name, call, blocks_a_sm)                                                                                \
     extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks_a_sm) name(const __grid_constant__ Task task) {   \
-        const int size = cluster_size();                                                                               \
-        call(task, {static_cast<int>(blockIdx.x) / size, task.items, static_cast<int>(gridDim.x) / size});             \
+        call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
     }
 #define LINEARS(tokens, tiles)                                                                                         \
     LINEAR(linear_nvfp4_##tokens, (run<Fp4Lane, tiles>), kBlocks[tiles - 1])                                             \

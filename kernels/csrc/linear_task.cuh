@@ -1,11 +1,9 @@
 // What a launch of the decode linear is asked to do (kernels/linear.py holds the same structures), and a warp's way
 // through it.
 #pragma once
-#include "cluster.cuh"
 
 constexpr int kRows = 32;    // rows of a band: the lanes of a warp
 constexpr int kColumns = 16; // columns of a tile: one nvfp4 group
-constexpr int kTurn = 4;     // tiles that a warp takes at a time
 constexpr int kTokens = 8;   // tokens of one tensor-core product
 constexpr int kWarps = 8;    // of an item, parts of K: they fix the order of additions, and so the bits
 constexpr int kMatrices = 8; // of one launch
@@ -54,16 +52,14 @@ __device__ __forceinline__ const Matrix &matrix_of(const Task &task, int item, i
     return task.matrix[index];
 }
 
-// Which of an item's warps this is: they are spread over the blocks of a cluster.
-__device__ __forceinline__ int own_warp() { return cluster_rank() * (blockDim.x / 32) + threadIdx.x / 32; }
-
-// Items of a cluster: every step-th from first to end.
+// Items of a block: every step-th from first to end.
 struct Items {
     int first, end, step;
 };
 
-// The turns of one warp through its block's bands, in order. Loads walk it ahead of the products, across bands too.
-struct Walk {
+// The turns of one warp through its block's bands, in order: kTurn tiles each. Loads walk it ahead of the products, across
+// bands too.
+template <int kTurn> struct Walk {
     const Task &task;
     const Items items;
     int item, part, turn;
@@ -71,7 +67,7 @@ struct Walk {
     long long first_tile; // of the band
 
     __device__ Walk(const Task &task, Items items)
-        : task(task), items(items), item(items.first), part(0), turn(own_warp()) {
+        : task(task), items(items), item(items.first), part(0), turn(static_cast<int>(threadIdx.x / 32)) {
         if (turn >= turns()) {
             item = items.end; // a warp without work
         }
@@ -87,7 +83,7 @@ struct Walk {
         if (turn < turns()) {
             return false;
         }
-        turn = own_warp();
+        turn = static_cast<int>(threadIdx.x / 32);
         if (task.epilogue != kSwiglu || part == 1) {
             item += items.step;
             part = 0;

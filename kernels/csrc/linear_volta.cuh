@@ -6,7 +6,9 @@
 
 // kAhead: the next turn is loaded before this one is multiplied, for twice the registers.
 template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
-    Walk ahead;
+    static constexpr int kTurn = 4;
+
+    Walk<kTurn> ahead;
     Weight next[kTurn];
 
     __device__ VoltaTurns(const Task &task, Items items, unsigned char *) : ahead(task, items) {

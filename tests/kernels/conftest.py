@@ -21,7 +21,6 @@ EMULATOR = Path(__file__).with_name("emulator.hpp")
 REPLACED = (
     "half.cuh",
     "shared.cuh",
-    "cluster.cuh",
     "volta.cuh",
     "ampere.cuh",
 )  # instructions that C++ cannot name: the emulator has them

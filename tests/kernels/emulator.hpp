@@ -30,13 +30,7 @@ struct Index {
 static thread_local Index threadIdx;
 static thread_local Index blockIdx;
 static Index blockDim, gridDim;
-static int blocks_a_cluster;
-static thread_local int rank_in_cluster;
-inline int cluster_size() { return blocks_a_cluster; }
-inline int cluster_rank() { return rank_in_cluster; }
-// This thread among those of its cluster.
-inline int own_thread() { return rank_in_cluster * blockDim.x + threadIdx.x; }
-static pthread_barrier_t cluster_barrier, warp_barriers[32];
+static pthread_barrier_t block_barrier, warp_barriers[32];
 
 // Every global load is checked: one outside of the inputs may do no harm here, and faults on a GPU.
 struct Range {
@@ -59,8 +53,8 @@ inline bool inside(const void *address, size_t bytes) {
 template <class T> T __ldg(const T *address) { return inside(address, sizeof(T)) ? *address : T{}; }
 template <class T> T __ldcs(const T *address) { return __ldg(address); }
 inline void __syncwarp() {} // orders loads for the compiler only
-inline void cluster_arrive() {}
-inline void cluster_wait() { pthread_barrier_wait(&cluster_barrier); }
+inline void prefetch(const void *) {}
+inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
 
 inline float from_half(unsigned bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -85,8 +79,8 @@ struct Fragment {
 static Fragment fragments[1024];
 
 inline void multiply_accumulate(float (&sum)[8], unsigned a0, unsigned a1, unsigned b0, unsigned b1) {
-    const int warp = own_thread() / 32, lane = threadIdx.x % 32, upper = lane < 16 ? 0 : 4;
-    Fragment &own = fragments[own_thread()];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, upper = lane < 16 ? 0 : 4;
+    Fragment &own = fragments[threadIdx.x];
     for (int k = 0; k < 4; ++k) {
         own.a[k] = from_half((k < 2 ? a0 : a1) >> 16 * (k % 2) & 0xFFFF);
         own.b[k] = from_half((k < 2 ? b0 : b1) >> 16 * (k % 2) & 0xFFFF);
@@ -106,12 +100,12 @@ inline void multiply_accumulate(float (&sum)[8], unsigned a0, unsigned a1, unsig
 }
 
 inline void multiply_16x8(float *sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-    const int warp = own_thread() / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     struct Wide {
         unsigned a[4], b[2];
     };
     static Wide wide[1024];
-    wide[own_thread()] = {{a0, a1, a2, a3}, {b0, b1}};
+    wide[threadIdx.x] = {{a0, a1, a2, a3}, {b0, b1}};
     pthread_barrier_wait(&warp_barriers[warp]);
     const Wide *lanes = wide + warp * 32;
     for (int i = 0; i < 4; ++i) {
@@ -154,7 +148,7 @@ template <int pending> void wait_copies() {
         }
         groups.erase(groups.begin());
     }
-    pthread_barrier_wait(&warp_barriers[own_thread() / 32]); // the __syncwarp that must follow
+    pthread_barrier_wait(&warp_barriers[threadIdx.x / 32]); // the __syncwarp that must follow
 }
 
 inline int kept(int value) { return value; }
@@ -178,10 +172,8 @@ inline float half_value(unsigned bits) { return from_half(bits & 0xFFFF); }
 inline unsigned half_bits(float value) { return std::isfinite(value) ? to_half(value) : value > 0 ? 0x7C00 : 0xFC00; }
 inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 inline unsigned atomicAdd(unsigned *address, unsigned value) { return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST); }
-static unsigned char dynamic_bytes[8][1 << 18] __attribute__((aligned(16)));
-inline unsigned char *dynamic_shared() { return dynamic_bytes[rank_in_cluster]; }
-inline SharedAddress in_first_block(SharedAddress address) { return address - dynamic_shared() + dynamic_bytes[0]; }
-inline void write_shared(SharedAddress address, float value) { *reinterpret_cast<float *>(address) = value; }
+static unsigned char dynamic_bytes[1 << 18] __attribute__((aligned(16)));
+inline unsigned char *dynamic_shared() { return dynamic_bytes; }
 
 // Loads from now on are checked against `count` ranges, each a beginning and a size.
 inline void set_ranges(int count, const size_t *ranges) {
@@ -193,24 +185,21 @@ inline void set_ranges(int count, const size_t *ranges) {
     stray_loads = 0;
 }
 
-// Runs a kernel, a cluster of blocks at a time; the number of loads outside of the ranges.
-template <class Call> int emulate(int blocks, int blocks_y, int threads, int cluster, Call call) {
+// Runs a kernel; the number of loads outside of the ranges.
+template <class Call> int emulate(int blocks, int blocks_y, int threads, Call call) {
     gridDim = {blocks, blocks_y};
     blockDim.x = threads;
-    blocks_a_cluster = cluster;
     std::memset(dynamic_bytes, 0xFF, sizeof dynamic_bytes); // NaNs: what is read before it was written shows
-    pthread_barrier_init(&cluster_barrier, nullptr, threads * cluster);
-    for (int warp = 0; warp < threads * cluster / 32; ++warp) {
+    pthread_barrier_init(&block_barrier, nullptr, threads);
+    for (int warp = 0; warp < threads / 32; ++warp) {
         pthread_barrier_init(&warp_barriers[warp], nullptr, 32);
     }
-    for (int first = 0; first < blocks * blocks_y; first += cluster) {
+    for (int block = 0; block < blocks * blocks_y; ++block) {
         std::vector<std::thread> running;
-        for (int index = 0; index < threads * cluster; ++index) {
+        for (int index = 0; index < threads; ++index) {
             running.emplace_back([=] {
-                rank_in_cluster = index / threads;
-                const int block = first + rank_in_cluster;
                 blockIdx = {block % blocks, block / blocks};
-                threadIdx.x = index % threads;
+                threadIdx.x = index;
                 call();
             });
         }

@@ -15,7 +15,7 @@ ROWS, COLUMNS = 64, 16 * 35  # 35 tiles: warp 0 goes round twice and the last tu
 GUARD = 64
 
 
-def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blocks=None, cluster=1) -> None:
+def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blocks=None) -> None:
     filled = task(x, weights, outs, epilogue, residuals, overflows)
     kinds = {weight.encoding for weight in weights}
     kernel = getattr(library, f"linear_{kinds.pop() if len(kinds) == 1 else 'any'}_{-(-x.shape[0] // 8) * 8}")
@@ -23,11 +23,7 @@ def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blo
     array = (ctypes.c_size_t * len(ranges))(*ranges)
     assert library.size_of_task() == ctypes.sizeof(Task)
     blocks = filled.items if blocks is None else blocks
-    threads = THREADS // cluster
-    stray = library.emulate_linear(
-        kernel, blocks * cluster, threads, cluster, ctypes.byref(filled), len(ranges) // 2, array
-    )
-    assert stray == 0
+    assert library.emulate_linear(kernel, blocks, THREADS, ctypes.byref(filled), len(ranges) // 2, array) == 0
 
 
 def ranges_of(weights) -> list[int]:
@@ -45,10 +41,10 @@ def inner(buffer: torch.Tensor, rows: int) -> torch.Tensor:
     return buffer[GUARD:-GUARD].view(-1, rows)
 
 
-def product(library, x, weight, blocks=None, cluster=1) -> np.ndarray:
+def product(library, x, weight, blocks=None) -> np.ndarray:
     rows = weight.shape[0]
     buffer = guarded(x.shape[0], rows)
-    run(library, x, [weight], [inner(buffer, rows)], FLOAT, blocks=blocks, cluster=cluster)
+    run(library, x, [weight], [inner(buffer, rows)], FLOAT, blocks=blocks)
     return inner(buffer, rows).numpy()
 
 
@@ -57,7 +53,7 @@ def tokens_of(rng, count: int, columns: int = COLUMNS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_against_float64_and_same_bits_for_every_token_count_grid_and_cluster(host_kernels, encode, encoding):
+def test_against_float64_and_same_bits_for_every_token_count_and_grid(host_kernels, encode, encoding):
     torch.set_num_threads(1)
     rng = np.random.default_rng(5)
     rows = 52 if encoding == "bf16" else ROWS  # a last band that is not full
@@ -69,7 +65,7 @@ def test_against_float64_and_same_bits_for_every_token_count_grid_and_cluster(ho
     for tokens in (1, 9):
         part = product(host_kernels, x[:tokens].clone(), sample.weight, blocks=1)
         np.testing.assert_array_equal(part.view(np.uint32), whole[:tokens].view(np.uint32))
-    alone = product(host_kernels, x[23:].clone(), sample.weight, cluster=4)
+    alone = product(host_kernels, x[23:].clone(), sample.weight)
     np.testing.assert_array_equal(alone[0].view(np.uint32), whole[23].view(np.uint32))
 
 
@@ -117,7 +113,7 @@ def test_swiglu(host_kernels, encode, tokens):
     gate, up = (encode("nvfp4", rng.standard_normal((ROWS, 192)).astype(np.float32)) for _ in range(2))
     x = tokens_of(rng, tokens, 192)
     buffer = guarded(tokens, ROWS, torch.float16)
-    run(host_kernels, x, [gate.weight, up.weight], [inner(buffer, ROWS)], SWIGLU, blocks=1, cluster=2)
+    run(host_kernels, x, [gate.weight, up.weight], [inner(buffer, ROWS)], SWIGLU, blocks=1)
     got = inner(buffer, ROWS)
     opened, raised = (x.double().numpy() @ part.exact.T for part in (gate, up))
     expected = torch.from_numpy(opened / (1 + np.exp(-opened)) * raised)

@@ -15,7 +15,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
-    first, second = Choice(STAGES | {"fp8": 5}), Choice(blocks_a_sm=2, cluster=4)
+    first, second = Choice(STAGES | {"fp8": 5}), Choice(blocks_a_sm=2)
     tuning.store("one card", first)
     path = tuning.store("another", second)
     assert tuning.read() == {"one card": first, "another": second} and path == tuning.path()
@@ -28,7 +28,7 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         "[]",
         '{"card": {"stages": {"nvfp4": 4}}}',
         '{"card": {"stages": {"nvfp4": 1, "fp8": 3, "half": 3}}}',
-        '{"card": {"cluster": 3}}',
+        '{"card": {"ablate": "everything"}}',
         '{"card": {"blocks_a_sm": 99}}',
         '{"card": {"unknown": 1}}',
     ],
@@ -45,21 +45,17 @@ def test_definitions_name_only_what_is_not_the_default():
     assert Choice(STAGES | {"fp8": 6}, ablate="loads").defines == ("FP8_STAGES=6", "ABLATE_LOADS")
 
 
-def test_clusters_even_out_the_multiprocessors_of_sm_90_only():
-    assert Choice().grid(160, 132, "sm_80") == (160, 1) and Choice().grid(160, 80, "compute_70") == (160, 1)
-    assert Choice().grid(264, 132, "sm_90") == (264, 1)
-    assert Choice().grid(160, 132, "sm_90") == (160, 4)
-    assert Choice(cluster=2).grid(160, 132, "sm_90") == (160, 2)
-    assert Choice(blocks_a_sm=1).grid(4000, 132, "sm_90") == (132, 1)
-    assert Choice(blocks_a_sm=2).grid(100, 80, "sm_70") == (100, 1)
+def test_blocks_share_the_bands():
+    assert Choice().blocks(160, 132) == 160
+    assert Choice(blocks_a_sm=1).blocks(4000, 132) == 132 and Choice(blocks_a_sm=2).blocks(100, 80) == 100
 
 
 def test_shared_memory_of_rings_and_sums():
     sums = 9 * 8 * 33 * 4
-    assert Choice().shared_bytes("fp8", 8, "compute_70", 1) == sums
-    whole = Choice().shared_bytes("fp8_blocks", 8, "sm_90", 1) - sums
-    assert whole == 8 * STAGES["fp8"] * 4 * 544 and Choice().shared_bytes("fp8", 8, "sm_90", 4) - sums == whole // 4
-    most = max(Choice().shared_bytes(name, 24, "sm_90", 1) for name in STAGES)
-    assert Choice().shared_bytes("any", 24, "sm_90", 1) == most
+    assert Choice().shared_bytes("fp8", 8, "compute_70") == sums
+    whole = Choice().shared_bytes("fp8_blocks", 8, "sm_90") - sums
+    assert whole == 8 * STAGES["fp8"] * 4 * 544
+    most = max(Choice().shared_bytes(name, 24, "sm_90") for name in STAGES)
+    assert Choice().shared_bytes("any", 24, "sm_90") == most
     with pytest.raises(ValueError, match="stages from 2 to 8"):
         msgspec.convert({"stages": STAGES | {"fp8": 9}}, Choice)
