@@ -16,7 +16,7 @@
 #define NVFP4_TURN 8
 #endif
 #ifndef NVFP4_STAGES
-#define NVFP4_STAGES 3
+#define NVFP4_STAGES 2
 #endif
 #ifndef FP8_STAGES
 #define FP8_STAGES 3

@@ -142,7 +142,9 @@ __device__ __forceinline__ void run(const Task &task, Items items) {
         for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
             int band;
             const Matrix &matrix = matrix_of(task, item, part, band);
-            prefetch_rest(task, matrix, band);
+            if (kTiles < 3) { // for three, its registers would be one too many on sm_70
+                prefetch_rest(task, matrix, band);
+            }
             multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
             __syncthreads();
             finish<Weight, kTiles>(task, matrix, band, part, partial);
