@@ -370,5 +370,6 @@ class StageDirectory:
 
     def finish(self) -> None:
         """Drop the journal: nothing is left to resume. A plain checkpoint ends here, without a manifest."""
-        write_event()
-        (self.path / JOURNAL).unlink()
+        with disk_errors(self.path):
+            write_event()
+            (self.path / JOURNAL).unlink()
