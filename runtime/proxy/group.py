@@ -31,6 +31,7 @@ from .plan import ServePlan
 
 _STOP_SECONDS = 0.7  # for a rank to end by itself, or to print its side of a failure; then it is killed
 _LOADING_NEWS_SECONDS = 5.0
+_READABLE = int(zmq.POLLIN)  # the plain number: arithmetic of flags costs more than the question
 
 
 class RankFault(DuovoltError):
@@ -210,11 +211,9 @@ class RankGroup:
         Plain calls in place of the library's own asyncio sockets, whose futures cost more than all else a token costs.
         """
         socket = self._sockets[rank]
-        while not socket.closed:
+        while not socket.closed and int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
             try:
                 message = decode_to_proxy(socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
             except msgspec.DecodeError as error:
                 self._set_fault(RankFault(f"rank {rank} sent what is no message of a rank: {error}."))
                 continue

@@ -28,6 +28,7 @@ from .workers import Workers
 
 _CLOSE_SECONDS = 1
 _PROMPTS_AT_ONCE = 4
+_SWITCH_SECONDS = 0.0005  # a prompt in the making, in its thread, may hold tokens up for no longer
 
 
 class _HttpServer(uvicorn.Server):
@@ -41,6 +42,7 @@ class _HttpServer(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     log = None if options.log_requests is None else LogFile(options.log_requests)
     try:

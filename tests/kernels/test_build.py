@@ -9,6 +9,7 @@ import types
 import pytest
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
+from duovolt.cli import kernels as command
 from duovolt.cli.main import main
 from duovolt.kernels import build as builder
 from duovolt.kernels import module
@@ -32,6 +33,12 @@ def own_cache(tmp_path, monkeypatch):
     compiler.cache_clear()
     yield
     compiler.cache_clear()
+
+
+@pytest.fixture
+def one_source(monkeypatch):
+    """The command builds linear.cu alone: all of them take half a minute."""
+    monkeypatch.setattr(command, "sources", lambda: ["linear.cu"])
 
 
 @pytest.fixture
@@ -177,7 +184,7 @@ def test_a_cache_that_cannot_be_written_is_named(nvrtc, monkeypatch, tmp_path):
         builder.build("linear.cu", "compute_70")
 
 
-def test_prebuilt_directory_replaces_the_compiler(nvrtc, monkeypatch, tmp_path, capsys):
+def test_prebuilt_directory_replaces_the_compiler(nvrtc, one_source, monkeypatch, tmp_path, capsys):
     out = tmp_path / "prebuilt"
     assert main(["kernels", "build", "--arch", "compute_70", "--out", str(out)]) == 0
     (file,) = out.iterdir()
@@ -193,7 +200,7 @@ def test_prebuilt_directory_replaces_the_compiler(nvrtc, monkeypatch, tmp_path, 
         builder.image_for("linear.cu", "sm_70")
 
 
-def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, capsys):
+def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, one_source, capsys):
     arguments = ["kernels", "build", "--arch", "sm_70", "--arch", "compute_70"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,0 +1,29 @@
+// What sm_80 and newer have in place of sm_70's: a larger product, and copies to shared memory that need no registers.
+#pragma once
+
+// sum += a b for a 16 x 16, b 16 x 8, fp16 in, FP32 out. With g = lane / 4 and q = lane % 4:
+// a: (g, 2q..), (g + 8, 2q..), (g, 2q + 8..), (g + 8, 2q + 8..), two columns each; b: (2q.., g), (2q + 8.., g);
+// sum: (g, 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1).
+// (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type")
+__device__ __forceinline__ void multiply_16x8(float *sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                              unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 16 bytes from global to shared memory, zeros if not `valid`; past the first-level cache.
+__device__ __forceinline__ void copy_async(void *shared, const void *global, bool valid) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `pending` of this thread's groups are under way.
+template <int pending> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}

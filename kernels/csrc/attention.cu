@@ -1,0 +1,541 @@
+// Decode attention over the paged cache: a few query tokens of a few sequences, split over positions.
+//
+// A block owns one segment of positions of one sequence and kv head, and walks it a page (64 positions) at a time: its
+// eight warps score eight positions each, meet for the softmax, and then add weighted values of 32 dimensions each. The
+// query rows of a kv head (tokens x heads of its group) are the rows of the tensor-core product. A second kernel merges
+// the segments in their order. Segments begin at fixed positions and a row's arithmetic never sees another row, so a
+// token's bits depend on its query and its context alone. docs/kernels/attention.md.
+#include "ampere.cuh"
+#include "common.cuh"
+#include "kvcache.cuh"
+#include "volta.cuh"
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTileRows = 8;
+constexpr int kRowHalves = kDim + 8;  // of a row of queries or weights in shared memory: rows begin 4 banks apart
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kNothing = -1e30f;    // below every score, and finite: the difference of two is no NaN
+constexpr float kWeightUnit = 64.0f;  // of weights times int8 value scales (at most 516), to stay clear of subnormals
+constexpr int kMaxSegments = 1024;
+constexpr int kSegmentPages = 32;     // pages of the longest segment
+
+// int8: word = value / scale + 128. The byte under 0x64 is the fp16 number 1024 + word.
+struct Int8Cache {
+    static constexpr int kPiece = 16;   // elements of 16 bytes
+    static constexpr int kPieces = 4;   // pieces a lane loads of a page's keys, and of its values
+    static constexpr int kBlocksOfWeights = kBlocks;
+    static constexpr bool kScaled = true;
+    static constexpr float kUnit = 1.0f / kWeightUnit;
+
+    // Four elements in a row as two fp16 pairs.
+    __device__ static void quad(const uint4 (&pieces)[kPieces], int index, unsigned &low, unsigned &high) {
+        const uint4 &p = pieces[index / 4];
+        const unsigned word = index % 4 == 0 ? p.x : index % 4 == 1 ? p.y : index % 4 == 2 ? p.z : p.w;
+        low = subtract_pairs(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u);
+        high = subtract_pairs(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u);
+    }
+};
+
+struct HalfCache {
+    static constexpr int kPiece = 8;
+    static constexpr int kPieces = 8;
+    static constexpr int kBlocksOfWeights = 1;
+    static constexpr bool kScaled = false;
+    static constexpr float kUnit = 1.0f;
+
+    __device__ static void quad(const uint4 (&pieces)[kPieces], int index, unsigned &low, unsigned &high) {
+        const uint4 &p = pieces[index / 2];
+        low = index % 2 ? p.z : p.x;
+        high = index % 2 ? p.w : p.y;
+    }
+};
+
+// Where eight fp16 numbers, chunk `chunk` (0..7) of block `block` of 64, stand in a row of queries: odd blocks are turned
+// by half, so that lanes that read the same chunk of neighbouring blocks meet different banks.
+__device__ __forceinline__ int query_chunk(int row, int block, int chunk) {
+    return row * kRowHalves + block * kBlock + ((chunk + 4 * (block & 1)) & 7) * 8;
+}
+
+__device__ __forceinline__ const uint4 &chunk_at(const unsigned short *halves, int index) {
+    return *reinterpret_cast<const uint4 *>(halves + index);
+}
+
+// m8n8k4: the four quad-pairs of a warp take the four blocks of 64 dimensions of the warp's 8 positions, and their sums
+// are added in pairs; for values, 8 dimensions each.
+struct Volta {
+    static constexpr int kPartials = 1; // parts of a score that different warps hold
+
+    __device__ static int block(int lane) { return lane / 4 % 4; }
+    __device__ static int column(int lane) { return lane % 4 + (lane < 16 ? 0 : 4); }
+
+    template <class Cache> __device__ static int key_piece(int warp, int lane, int n) {
+        constexpr int kAcross = kBlock / Cache::kPiece;
+        return ((warp * kAcross + n) * kBlocks + block(lane)) * 8 + column(lane);
+    }
+    __device__ static unsigned key_scales(const unsigned short *scales, int warp, int lane) {
+        return stream(scales + (warp * 8 + column(lane)) * kBlocks + block(lane));
+    }
+    template <class Cache> __device__ static int value_piece(int warp, int lane, int n) {
+        return n * kDim + warp * 32 + block(lane) * 8 + column(lane);
+    }
+    template <class Cache> __device__ static int value_position(int lane, int n) { return n * Cache::kPiece; }
+
+    template <class Cache, int kTiles>
+    __device__ static void score(const uint4 (&keys)[Cache::kPieces], unsigned scale, const unsigned short *queries,
+                                 float *scores, int warp, int lane) {
+        float sum[kTiles][8] = {};
+#pragma unroll
+        for (int chunk = 0; chunk < 8; ++chunk) {
+            unsigned b[4];
+            Cache::quad(keys, 2 * chunk, b[0], b[1]);
+            Cache::quad(keys, 2 * chunk + 1, b[2], b[3]);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                const uint4 &a = chunk_at(queries, query_chunk(tile * kTileRows + column(lane), block(lane), chunk));
+                multiply_accumulate(sum[tile], a.x, a.y, b[0], b[1]);
+                multiply_accumulate(sum[tile], a.z, a.w, b[2], b[3]);
+            }
+        }
+        float factor[4]; // of the columns that this lane's sums belong to
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int col = (i & 2) * 2 + (lane & 2) + (i & 1);
+            const int owner = col % 4 + col / 4 * 16 + block(lane) * 4;
+            factor[i] = Cache::kScaled ? half_value(__shfl_sync(kAll, scale, owner)) : 1.0f;
+        }
+        const bool upper = lane & 4, last = lane & 8;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+            float v[8], four[4], two[2];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                v[i] = sum[tile][i] * factor[(i & 4) / 2 + (i & 1)];
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { // blocks 0 + 1 and 2 + 3: one lane keeps the left columns, one the right
+                const float other = __shfl_xor_sync(kAll, upper ? v[i] : v[i + 4], 4);
+                four[i] = (upper ? v[i + 4] : v[i]) + other;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float other = __shfl_xor_sync(kAll, last ? four[i] : four[i + 2], 8);
+                two[i] = (last ? four[i + 2] : four[i]) + other;
+            }
+            const int row = tile * kTileRows + (lane & 1) + (last ? 2 : 0) + (lane < 16 ? 0 : 4);
+            const int position = warp * 8 + (upper ? 4 : 0) + (lane & 2);
+            *reinterpret_cast<float2 *>(scores + row * (kRowHalves / 2) + position) = float2{two[0], two[1]};
+        }
+    }
+
+    template <class Cache, int kTiles>
+    __device__ static void weigh(const uint4 (&values)[Cache::kPieces], const unsigned short *weights,
+                                 const float *shrink, float (&sum)[kTiles][8], int warp, int lane) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                sum[tile][i] *= shrink[tile * kTileRows + row(lane, i)];
+            }
+        }
+        const int part = Cache::kBlocksOfWeights > 1 ? warp / 2 * kPage : 0;
+#pragma unroll
+        for (int chunk = 0; chunk < 8; ++chunk) {
+            unsigned b[4];
+            Cache::quad(values, 2 * chunk, b[0], b[1]);
+            Cache::quad(values, 2 * chunk + 1, b[2], b[3]);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                const int own = (tile * kTileRows + column(lane)) * kRowHalves + part + chunk * 8;
+                const uint4 &a = chunk_at(weights, own);
+                multiply_accumulate(sum[tile], a.x, a.y, b[0], b[1]);
+                multiply_accumulate(sum[tile], a.z, a.w, b[2], b[3]);
+            }
+        }
+    }
+
+    // Row of the tile and dimension that sum[tile][i] of `weigh` stands for.
+    __device__ static int row(int lane, int i) { return (lane & 1) + (i & 2) + (lane < 16 ? 0 : 4); }
+    __device__ static int dimension(int warp, int lane, int i) {
+        return warp * 32 + block(lane) * 8 + (i & 4) + (lane & 2) + (i & 1);
+    }
+};
+
+// m16n8k16: 16 positions (then 16 dimensions) by 8 query rows. Two warps share 16 positions, each with half of the
+// dimensions. Lane (g, q) holds positions g and g + 8 and, of each block, dimensions 16 q .. 16 q + 15, the order of the
+// summed index being free.
+struct Ampere {
+    static constexpr int kPartials = 2;
+
+    template <class Cache> __device__ static int key_piece(int warp, int lane, int n) {
+        constexpr int kAcross = kBlock / Cache::kPiece, kSub = kAcross / 4;
+        const int outer = n / kSub, piece = lane % 4 * kSub + n % kSub;
+        const int eight = warp / 2 * 2 + outer % 2, block = warp % 2 * 2 + outer / 2;
+        return ((eight * kAcross + piece) * kBlocks + block) * 8 + lane / 4;
+    }
+    // Two blocks of position g in the low word's place; those of g + 8 are fetched by the lane above (see score).
+    __device__ static unsigned key_scales(const unsigned short *scales, int warp, int lane) {
+        const int position = warp / 2 * 16 + lane / 4 + (lane & 1) * 8;
+        return stream(reinterpret_cast<const unsigned *>(scales + position * kBlocks + warp % 2 * 2));
+    }
+    template <class Cache> __device__ static int value_piece(int warp, int lane, int n) {
+        constexpr int kSub = kBlock / Cache::kPiece / 4;
+        return (lane % 4 * kSub + n % kSub) * kDim + warp * 32 + n / kSub * 8 + lane / 4;
+    }
+    template <class Cache> __device__ static int value_position(int lane, int n) {
+        constexpr int kSub = kBlock / Cache::kPiece / 4;
+        return (lane % 4 * kSub + n % kSub) * Cache::kPiece;
+    }
+
+    template <class Cache, int kTiles>
+    __device__ static void score(const uint4 (&keys)[Cache::kPieces], unsigned scale, const unsigned short *queries,
+                                 float *scores, int warp, int lane) {
+        const int g = lane / 4, q = lane % 4, half = warp % 2;
+        float total[kTiles][4] = {};
+        const unsigned scale_low = __shfl_sync(kAll, scale, lane & ~1), scale_high = __shfl_sync(kAll, scale, lane | 1);
+#pragma unroll
+        for (int own = 0; own < 2; ++own) { // the two blocks of this warp
+            const int block = half * 2 + own;
+            float sum[kTiles][4] = {};
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                unsigned a[2][4];
+#pragma unroll
+                for (int step = 0; step < 2; ++step) {
+                    Cache::quad(keys, own * 8 + pair * 2 + step, a[step][0], a[step][2]);
+                    Cache::quad(keys, own * 8 + 4 + pair * 2 + step, a[step][1], a[step][3]);
+                }
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile) {
+                    const uint4 &b = chunk_at(queries, query_chunk(tile * kTileRows + g, block, 2 * q + pair));
+                    multiply_16x8(sum[tile], a[0][0], a[0][1], a[0][2], a[0][3], b.x, b.y);
+                    multiply_16x8(sum[tile], a[1][0], a[1][1], a[1][2], a[1][3], b.z, b.w);
+                }
+            }
+            const float low = Cache::kScaled ? half_value(scale_low >> 16 * own & 0xFFFF) : 1.0f;
+            const float high = Cache::kScaled ? half_value(scale_high >> 16 * own & 0xFFFF) : 1.0f;
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                total[tile][0] += sum[tile][0] * low;
+                total[tile][1] += sum[tile][1] * low;
+                total[tile][2] += sum[tile][2] * high;
+                total[tile][3] += sum[tile][3] * high;
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = tile * kTileRows + 2 * q + i % 2, position = warp / 2 * 16 + g + i / 2 * 8;
+                scores[row * (kRowHalves / 2) + half * kPage + position] = total[tile][i];
+            }
+        }
+    }
+
+    template <class Cache, int kTiles>
+    __device__ static void weigh(const uint4 (&values)[Cache::kPieces], const unsigned short *weights,
+                                 const float *shrink, float (&sum)[kTiles][8], int warp, int lane) {
+        const int g = lane / 4, q = lane % 4;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                sum[tile][i] *= shrink[tile * kTileRows + row(lane, i)];
+            }
+        }
+        const int part = Cache::kBlocksOfWeights > 1 ? warp / 2 * kPage : 0;
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+            uint4 b[kTiles];
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                b[tile] = chunk_at(weights, (tile * kTileRows + g) * kRowHalves + part + (2 * q + pair) * 8);
+            }
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                unsigned a[2][4];
+#pragma unroll
+                for (int step = 0; step < 2; ++step) {
+                    Cache::quad(values, side * 8 + pair * 2 + step, a[step][0], a[step][2]);
+                    Cache::quad(values, side * 8 + 4 + pair * 2 + step, a[step][1], a[step][3]);
+                }
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile) {
+                    float *own = sum[tile] + 4 * side;
+                    multiply_16x8(own, a[0][0], a[0][1], a[0][2], a[0][3], b[tile].x, b[tile].y);
+                    multiply_16x8(own, a[1][0], a[1][1], a[1][2], a[1][3], b[tile].z, b[tile].w);
+                }
+            }
+        }
+    }
+
+    __device__ static int row(int lane, int i) { return 2 * (lane % 4) + (i & 1); }
+    __device__ static int dimension(int warp, int lane, int i) {
+        return warp * 32 + i / 4 * 16 + (i & 2) * 4 + lane / 4;
+    }
+};
+
+#if __CUDA_ARCH__ >= 800
+using Arch = Ampere;
+#else
+using Arch = Volta;
+#endif
+
+// query: fp16 [rows, q_heads, 256]. Sequence s: tokens starts[s] .. starts[s] + counts[s] - 1, rows firsts[s] onwards,
+// pages tables[s * table_stride ...]. partial: FP32 [rows, q_heads, max_segments, 256], sums of weights times values
+// relative to the row's maximum; stats: [rows, q_heads, max_segments], that maximum (in units of log 2) and the sum of
+// the weights. Grid: (kv heads, sequences * passes, max_segments), the last segments first: they are the longest.
+template <class Cache, int kTiles>
+__device__ void attend(const unsigned short *query, const void *keys, const unsigned short *key_scales,
+                       const void *values, const unsigned short *value_scales, int pages, const int *tables,
+                       int table_stride, const int *starts, const int *counts, const int *firsts, float *partial,
+                       float2 *stats, int q_heads, int passes, int pass_tokens, float scale) {
+    __shared__ __align__(16) unsigned short queries[kTiles * kTileRows * kRowHalves];
+    __shared__ __align__(16) unsigned short weights[kTiles * kTileRows * kRowHalves]; // and the scores, before
+    __shared__ float shrink[kTiles * kTileRows], peaks[kTiles * kTileRows];
+    __shared__ int limits[kTiles * kTileRows], heads[kTiles * kTileRows]; // last position seen; head of `query`, or -1
+    __shared__ int table[kSegmentPages];
+    const float kHidden = __uint_as_float(0xFF800000u); // minus infinity
+    float *scores = reinterpret_cast<float *>(weights);
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int kv_heads = gridDim.x, kv_head = blockIdx.x, group = q_heads / kv_heads;
+    const int sequence = blockIdx.y / passes, pass = blockIdx.y % passes;
+    const int max_segments = gridDim.z, segment = max_segments - 1 - blockIdx.z;
+    const int first_token = pass * pass_tokens;
+    const int tokens = min(read(counts + sequence) - first_token, pass_tokens);
+    const int start = read(starts + sequence) + first_token; // position of the pass's first token
+    const int begin = segment_begin(segment);
+    const int end = min(segment_begin(segment + 1), start + tokens); // positions that some token sees
+    if (tokens <= 0 || begin >= end) {
+        return;
+    }
+    const int first_row = read(firsts + sequence) + first_token;
+    const int page_count = (end - begin + kPage - 1) / kPage;
+    if (threadIdx.x < page_count) {
+        const int page = read(tables + static_cast<size_t>(sequence) * table_stride + begin / kPage + threadIdx.x);
+        table[threadIdx.x] = min(max(page, 0), pages - 1);
+    }
+    if (threadIdx.x < kTiles * kTileRows) {
+        const int token = threadIdx.x / group;
+        limits[threadIdx.x] = start + token;
+        heads[threadIdx.x] = token < tokens ? (first_row + token) * q_heads + kv_head * group + threadIdx.x % group : -1;
+        peaks[threadIdx.x] = kNothing;
+    }
+    __syncthreads();
+    for (int index = threadIdx.x; index < kTiles * kTileRows * (kDim / 8); index += kThreads) {
+        const int row = index / (kDim / 8), chunk = index % (kDim / 8);
+        uint4 halves = {};
+        if (heads[row] >= 0) {
+            halves = read(reinterpret_cast<const uint4 *>(query) + static_cast<size_t>(heads[row]) * (kDim / 8) + chunk);
+        }
+        *reinterpret_cast<uint4 *>(queries + query_chunk(row, chunk / 8, chunk % 8)) = halves;
+    }
+    __syncthreads();
+
+    const size_t tile_pieces = kPage * kDim / Cache::kPiece;
+    uint4 key[Cache::kPieces], value[Cache::kPieces];
+    unsigned key_scale = 0;
+    const auto load_keys = [&](int page) {
+        const size_t tile = static_cast<size_t>(table[page]) * kv_heads + kv_head;
+        const uint4 *pool = static_cast<const uint4 *>(keys) + tile * tile_pieces;
+#pragma unroll
+        for (int n = 0; n < Cache::kPieces; ++n) {
+            key[n] = stream(pool + Arch::template key_piece<Cache>(warp, lane, n));
+        }
+        if (Cache::kScaled) {
+            key_scale = Arch::key_scales(key_scales + tile * kPage * kBlocks, warp, lane);
+        }
+    };
+
+    float sum[kTiles][8] = {};
+    float mass[kTiles] = {}; // this lane's share of it, of the rows warp, warp + 8, ...
+    load_keys(0);
+    for (int page = 0; page < page_count; ++page) {
+        const size_t tile = static_cast<size_t>(table[page]) * kv_heads + kv_head;
+        const uint4 *pool = static_cast<const uint4 *>(values) + tile * tile_pieces;
+        const int position = begin + page * kPage;
+#pragma unroll
+        for (int n = 0; n < Cache::kPieces; ++n) {
+            value[n] = stream(pool + Arch::template value_piece<Cache>(warp, lane, n));
+        }
+        uint4 value_scale = {};
+        if (Cache::kScaled) { // positions 2 lane and 2 lane + 1, four blocks each
+            value_scale = stream(reinterpret_cast<const uint4 *>(value_scales + tile * kPage * kBlocks) + lane);
+        }
+        Arch::template score<Cache, kTiles>(key, key_scale, queries, scores, warp, lane);
+        if (page + 1 < page_count) {
+            load_keys(page + 1);
+        }
+        if (!Cache::kScaled && position + kPage > end) { // what stands behind the last token may be no number
+#pragma unroll
+            for (int n = 0; n < Cache::kPieces; ++n) {
+                unsigned *halves = reinterpret_cast<unsigned *>(&value[n]);
+                const int left = end - position - Arch::template value_position<Cache>(lane, n);
+#pragma unroll
+                for (int pair = 0; pair < 4; ++pair) {
+                    halves[pair] &= left > 2 * pair + 1 ? ~0u : left > 2 * pair ? 0xFFFFu : 0u;
+                }
+            }
+        }
+        __syncthreads();
+
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            const int row = warp + n * kTileRows;
+            const float *own = scores + row * (kRowHalves / 2) + 2 * lane;
+            float a = own[0], b = own[1];
+            if (Arch::kPartials == 2) {
+                a += own[kPage];
+                b += own[kPage + 1];
+            }
+            const int visible = limits[row] - position - 2 * lane; // -1: none, 0: the first of the two
+            a = visible >= 0 ? a * scale : kHidden;
+            b = visible >= 1 ? b * scale : kHidden;
+            const float before = peaks[row], peak = fmaxf(before, warp_max(fmaxf(a, b)));
+            const float factor = exp2f(before - peak);
+            a = exp2f(a - peak);
+            b = exp2f(b - peak);
+            mass[n] = mass[n] * factor + (a + b);
+            if (lane == 0) {
+                shrink[row] = factor;
+                peaks[row] = peak;
+            }
+            unsigned short *to = weights + row * kRowHalves + 2 * lane; // over the row's scores, which this warp has read
+            if (Cache::kScaled) {
+                const unsigned scales[4] = {value_scale.x, value_scale.y, value_scale.z, value_scale.w};
+#pragma unroll
+                for (int block = 0; block < kBlocks; ++block) {
+                    const float first = half_value(scales[block / 2] >> 16 * (block % 2) & 0xFFFF) * kWeightUnit;
+                    const float second = half_value(scales[2 + block / 2] >> 16 * (block % 2) & 0xFFFF) * kWeightUnit;
+                    // A hidden position's scale may be no number: select, do not multiply by zero.
+                    const unsigned low = visible >= 0 ? half_bits(a * first) : 0;
+                    const unsigned high = visible >= 1 ? half_bits(b * second) : 0;
+                    *reinterpret_cast<unsigned *>(to + block * kPage) = low | high << 16;
+                }
+            } else {
+                *reinterpret_cast<unsigned *>(to) = half_bits(a) | half_bits(b) << 16;
+            }
+        }
+        __syncthreads();
+        Arch::template weigh<Cache, kTiles>(value, weights, shrink, sum, warp, lane);
+        __syncthreads(); // the next page's scores go where the weights are
+    }
+
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+        const int row = warp + n * kTileRows;
+        const float total = warp_sum(mass[n]);
+        if (lane == 0 && heads[row] >= 0) {
+            write(stats + static_cast<size_t>(heads[row]) * max_segments + segment, float2{peaks[row], total});
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int row = tile * kTileRows + Arch::row(lane, i);
+            if (heads[row] >= 0) {
+                const size_t place = static_cast<size_t>(heads[row]) * max_segments + segment;
+                write(partial + place * kDim + Arch::dimension(warp, lane, i), sum[tile][i] * Cache::kUnit);
+            }
+        }
+    }
+}
+
+constexpr int kMergeWays = 16;              // segments merged side by side
+constexpr int kMergeColumns = kDim / 4;     // dimensions a block
+constexpr int kMergeThreads = kMergeWays * kMergeColumns / 4;
+
+// out: fp16 [rows, q_heads * 256] = attended, times sigmoid(gate) if gate is not null: element d of head h of row t at
+// gate + t * gate_stride + h * gate_head_stride + d. positions: [rows], -1 for a row that is not used.
+// Grid: (4 quarters of the dimensions, q_heads, rows).
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
+    attention_merge(const float *partial, const float2 *stats, int max_segments, const int *positions,
+                    const float *gate, int gate_stride, int gate_head_stride, unsigned short *out, int *overflows) {
+    __shared__ float factors[kMaxSegments];
+    __shared__ float scratch[kMergeThreads / 32];
+    __shared__ float4 parts[kMergeWays][kMergeColumns / 4];
+    const int q_heads = gridDim.y, head = blockIdx.y, row = blockIdx.z;
+    const int position = read(positions + row);
+    if (position < 0) {
+        return;
+    }
+    const int segments = min(segment_of(position) + 1, max_segments);
+    const size_t index = static_cast<size_t>(row) * q_heads + head;
+    const float2 *own = stats + index * max_segments;
+
+    float peak = kNothing;
+    for (int segment = threadIdx.x; segment < segments; segment += kMergeThreads) {
+        peak = fmaxf(peak, read(own + segment).x);
+    }
+    peak = warp_max(peak);
+    if (threadIdx.x % 32 == 0) {
+        scratch[threadIdx.x / 32] = peak;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < kMergeThreads / 32; ++warp) {
+        peak = fmaxf(peak, scratch[warp]);
+    }
+    float mass = 0;
+    for (int segment = threadIdx.x; segment < segments; segment += kMergeThreads) {
+        const float2 s = read(own + segment);
+        const float factor = exp2f(s.x - peak);
+        factors[segment] = factor;
+        mass += factor * s.y;
+    }
+    const float inverse = 1.0f / block_sum(mass, scratch); // its barriers make the factors known, too
+
+    const int way = threadIdx.x / (kMergeColumns / 4), quad = threadIdx.x % (kMergeColumns / 4);
+    const float4 *from = reinterpret_cast<const float4 *>(partial + index * max_segments * kDim) +
+                         blockIdx.x * (kMergeColumns / 4) + quad;
+    float4 total = {};
+#pragma unroll 4
+    for (int segment = way; segment < segments; segment += kMergeWays) {
+        const float4 v = read(from + segment * (kDim / 4));
+        const float f = factors[segment];
+        total = {total.x + f * v.x, total.y + f * v.y, total.z + f * v.z, total.w + f * v.w};
+    }
+    parts[way][quad] = total;
+    __syncthreads();
+    if (threadIdx.x >= kMergeColumns / 4) {
+        return;
+    }
+#pragma unroll
+    for (int other = 1; other < kMergeWays; ++other) {
+        const float4 v = parts[other][quad];
+        total = {total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w};
+    }
+    total = scaled(total, inverse);
+    const int dim = blockIdx.x * kMergeColumns + 4 * quad;
+    if (gate) {
+        const float *place = gate + static_cast<size_t>(row) * gate_stride + head * gate_head_stride + dim;
+        const float4 g = read(reinterpret_cast<const float4 *>(place));
+        total = {total.x * sigmoid(g.x), total.y * sigmoid(g.y), total.z * sigmoid(g.z), total.w * sigmoid(g.w)};
+    }
+    int overflowed = 0; // averages of fp16 values and their products with a gate below one: they fit
+    const uint2 packed = {staged_pair(total.x, total.y, overflowed), staged_pair(total.z, total.w, overflowed)};
+    write(reinterpret_cast<uint2 *>(out + index * kDim + dim), packed);
+}
+
+#define ATTEND(name, Cache, tiles, blocks)                                                                             \
+    extern "C" __global__ void __launch_bounds__(kThreads, blocks)                                                     \
+        name(const unsigned short *query, const void *keys, const unsigned short *key_scales, const void *values,      \
+             const unsigned short *value_scales, int pages, const int *tables, int table_stride, const int *starts,    \
+             const int *counts, const int *firsts, float *partial, float2 *stats, int q_heads, int passes,             \
+             int pass_tokens, float scale) {                                                                           \
+        attend<Cache, tiles>(query, keys, key_scales, values, value_scales, pages, tables, table_stride, starts,       \
+                             counts, firsts, partial, stats, q_heads, passes, pass_tokens, scale * kLog2e);            \
+    }
+
+ATTEND(attention_int8_1, Int8Cache, 1, 2)
+ATTEND(attention_int8_2, Int8Cache, 2, 2)
+ATTEND(attention_int8_3, Int8Cache, 3, 2)
+ATTEND(attention_int8_4, Int8Cache, 4, 1)
+ATTEND(attention_int8_5, Int8Cache, 5, 1)
+ATTEND(attention_fp16_1, HalfCache, 1, 1)
+ATTEND(attention_fp16_2, HalfCache, 2, 1)
+ATTEND(attention_fp16_3, HalfCache, 3, 1)
+ATTEND(attention_fp16_4, HalfCache, 4, 1)
+ATTEND(attention_fp16_5, HalfCache, 5, 1)

@@ -1,0 +1,65 @@
+// Reductions in a fixed order, staging to fp16, and the pointwise functions of the model.
+#pragma once
+#include "half.cuh"
+
+constexpr float kLargestHalf = 65504.0f;
+constexpr unsigned kAll = 0xFFFFFFFFu;
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        value += __shfl_xor_sync(kAll, value, step);
+    }
+    return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
+    }
+    return value;
+}
+
+// The sum over a block, known to all its threads: warps in the order of their numbers. `scratch` holds a float a warp.
+__device__ __forceinline__ float block_sum(float value, float *scratch) {
+    value = warp_sum(value);
+    __syncthreads(); // the scratch may still be read from the sum before
+    if (threadIdx.x % 32 == 0) {
+        scratch[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    float total = scratch[0];
+    for (int warp = 1; warp < blockDim.x / 32; ++warp) {
+        total += scratch[warp];
+    }
+    return total;
+}
+
+// A value that fits fp16: what overflows becomes the largest finite one and is counted; NaN stays NaN.
+__device__ __forceinline__ float staged(float value, int &overflows) {
+    const float size = fabsf(value);
+    overflows += size > kLargestHalf;
+    return size > kLargestHalf ? copysignf(kLargestHalf, value) : value;
+}
+
+__device__ __forceinline__ unsigned staged_pair(float low, float high, int &overflows) {
+    return half_bits(staged(low, overflows)) | half_bits(staged(high, overflows)) << 16;
+}
+
+// Adds a block's overflows to its row's count. One block owns a row, so no atomics.
+__device__ __forceinline__ void count_overflows(int overflows, int *count, float *scratch) {
+    const float total = block_sum(static_cast<float>(overflows), scratch);
+    if (count && threadIdx.x == 0 && total > 0) {
+        write(count, read(count) + static_cast<int>(total));
+    }
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+__device__ __forceinline__ float softplus(float x) { return log1pf(expf(-fabsf(x))) + fmaxf(x, 0.0f); }
+
+__device__ __forceinline__ float4 scaled(float4 v, float factor) {
+    return {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
+}
+__device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }

@@ -1,0 +1,28 @@
+// fp16 as bit patterns, and every access to global memory. The host emulation of the tests has its own of this file:
+// it checks each address.
+#pragma once
+
+template <class T> __device__ __forceinline__ T read(const T *address) { return *address; }
+template <class T> __device__ __forceinline__ void write(T *address, T value) { *address = value; }
+
+// Reads that pass once and should not push other data out of the caches.
+template <class T> __device__ __forceinline__ T stream(const T *address) { return __ldcs(address); }
+
+__device__ __forceinline__ float half_value(unsigned bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+    return value;
+}
+
+// Nearest fp16, ties to even; above 65504 an infinity.
+__device__ __forceinline__ unsigned half_bits(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+__device__ __forceinline__ unsigned subtract_pairs(unsigned a, unsigned b) {
+    unsigned difference;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+    return difference;
+}

@@ -1,0 +1,37 @@
+// Where keys and values stand in a page, and where the positions are cut for decode. docs/kernels/attention.md draws it.
+//
+// A tile is a page of one kv head: 64 positions x 256 dimensions. Pieces of 16 bytes are ordered so that a warp's load
+// is contiguous and each piece is what a tensor-core lane wants: keys [position / 8][piece of the block][block][position
+// % 8], values [position / run][dimension][run positions], with blocks of 64 dimensions, and 16 (int8) or 8 (fp16)
+// elements a piece.
+#pragma once
+
+constexpr int kPage = 64;
+constexpr int kDim = 256;
+constexpr int kBlock = 64; // dimensions that share an int8 scale
+constexpr int kBlocks = kDim / kBlock;
+
+// Element index in a key tile; kPiece elements a piece.
+template <int kPiece> __device__ __forceinline__ int key_index(int position, int dim) {
+    const int block = dim / kBlock, piece = dim % kBlock / kPiece;
+    return (((position / 8 * (kBlock / kPiece) + piece) * kBlocks + block) * 8 + position % 8) * kPiece + dim % kPiece;
+}
+
+template <int kPiece> __device__ __forceinline__ int value_index(int position, int dim) {
+    return (position / kPiece * kDim + dim) * kPiece + position % kPiece;
+}
+
+// Positions are cut into segments at fixed places: long ones far out, where a merge of many would cost, short ones near
+// the start, where there would be too few blocks. So a token's segments depend on its position alone.
+__device__ __forceinline__ int segment_of(int position) {
+    return position < 4096    ? position / 256
+           : position < 32768 ? 16 + (position - 4096) / 512
+           : position < 65536 ? 72 + (position - 32768) / 1024
+                              : 104 + (position - 65536) / 2048;
+}
+__device__ __forceinline__ int segment_begin(int segment) {
+    return segment < 16    ? segment * 256
+           : segment < 72  ? 4096 + (segment - 16) * 512
+           : segment < 104 ? 32768 + (segment - 72) * 1024
+                           : 65536 + (segment - 104) * 2048;
+}

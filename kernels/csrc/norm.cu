@@ -1,0 +1,143 @@
+// Normalisations, the embedding gather and the output gate: one block a token, float32 in, fp16 out for the next product.
+#include "common.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kQuads = 8; // float4 a thread: rows of up to 8192 columns stay in registers
+
+// x: FP32 [T, columns], one row every x_stride; delta (may be null): FP32 likewise, added to x in place first.
+// y = x / sqrt(mean(x^2) + eps) * (1 + weight), to fp16 `half_out` and FP32 `wide_out` (either may be null).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    rms_norm(float *x, int x_stride, const float *delta, int delta_stride, const float *weight, unsigned short *half_out,
+             int half_stride, float *wide_out, int wide_stride, int *overflows, int columns, float eps) {
+    __shared__ float scratch[kThreads / 32];
+    const size_t row = blockIdx.x;
+    const int quads = columns / 4;
+    float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
+    const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
+    float4 values[kQuads];
+    float squares = 0;
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+        const int quad = k * kThreads + threadIdx.x;
+        values[k] = quad < quads ? read(own + quad) : float4{};
+    }
+    if (delta) {
+#pragma unroll
+        for (int k = 0; k < kQuads; ++k) {
+            const int quad = k * kThreads + threadIdx.x;
+            if (quad < quads) {
+                const float4 more = read(added + quad);
+                values[k] = {values[k].x + more.x, values[k].y + more.y, values[k].z + more.z, values[k].w + more.w};
+                write(own + quad, values[k]);
+            }
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+        squares += dot(values[k], values[k]);
+    }
+    const float inverse = 1.0f / sqrtf(block_sum(squares, scratch) / columns + eps);
+    int overflowed = 0;
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+        const int quad = k * kThreads + threadIdx.x;
+        if (quad < quads) {
+            const float4 w = read(reinterpret_cast<const float4 *>(weight) + quad);
+            const float4 y = {values[k].x * inverse * (1.0f + w.x), values[k].y * inverse * (1.0f + w.y),
+                              values[k].z * inverse * (1.0f + w.z), values[k].w * inverse * (1.0f + w.w)};
+            if (wide_out) {
+                write(reinterpret_cast<float4 *>(wide_out + row * wide_stride) + quad, y);
+            }
+            if (half_out) {
+                const uint2 packed = {staged_pair(y.x, y.y, overflowed), staged_pair(y.z, y.w, overflowed)};
+                write(reinterpret_cast<uint2 *>(half_out + row * half_stride) + quad, packed);
+            }
+        }
+    }
+    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+}
+
+// x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride; a warp takes a head.
+// y = x / sqrt(mean(x^2) + eps) * weight * silu(gate), fp16 [T, heads * 128].
+extern "C" __global__ void gated_rms_norm(const float *x, const float *gate, int gate_stride, const float *weight,
+                                          unsigned short *out, int *overflows, int heads, float eps) {
+    __shared__ float scratch[32];
+    const size_t row = blockIdx.x;
+    const int lane = threadIdx.x % 32;
+    const float4 w = read(reinterpret_cast<const float4 *>(weight) + lane);
+    int overflowed = 0;
+    for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
+        const float4 v = read(reinterpret_cast<const float4 *>(x) + (row * heads + head) * 32 + lane);
+        const float4 z = read(reinterpret_cast<const float4 *>(gate + row * gate_stride) + head * 32 + lane);
+        const float inverse = 1.0f / sqrtf(warp_sum(dot(v, v)) / 128 + eps);
+        const uint2 packed = {staged_pair(v.x * inverse * w.x * silu(z.x), v.y * inverse * w.y * silu(z.y), overflowed),
+                              staged_pair(v.z * inverse * w.z * silu(z.z), v.w * inverse * w.w * silu(z.w), overflowed)};
+        write(reinterpret_cast<uint2 *>(out) + (row * heads + head) * 32 + lane, packed);
+    }
+    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+}
+
+// x: FP32 [T, heads, dim]; gate: element d of head h at gate + t * gate_stride + h * head_stride + d.
+// y = x * sigmoid(gate), fp16 [T, heads * dim].
+extern "C" __global__ void __launch_bounds__(kThreads)
+    output_gate(const float *x, const float *gate, int gate_stride, int head_stride, unsigned short *out,
+                int *overflows, int heads, int dim) {
+    __shared__ float scratch[kThreads / 32];
+    const size_t row = blockIdx.x;
+    const int quads = heads * dim / 4;
+    int overflowed = 0;
+    for (int quad = threadIdx.x; quad < quads; quad += kThreads) {
+        const int head = quad * 4 / dim, d = quad * 4 % dim;
+        const float4 v = read(reinterpret_cast<const float4 *>(x) + row * quads + quad);
+        const float4 g = read(reinterpret_cast<const float4 *>(gate + row * gate_stride + head * head_stride + d));
+        const uint2 packed = {staged_pair(v.x * sigmoid(g.x), v.y * sigmoid(g.y), overflowed),
+                              staged_pair(v.z * sigmoid(g.z), v.w * sigmoid(g.w), overflowed)};
+        write(reinterpret_cast<uint2 *>(out) + row * quads + quad, packed);
+    }
+    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+}
+
+struct Bfloat {
+    __device__ static float4 quad(const void *table, size_t index) {
+        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
+        return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
+                __uint_as_float(bits.y & 0xFFFF0000u)};
+    }
+};
+struct Half {
+    __device__ static float4 quad(const void *table, size_t index) {
+        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
+        return {half_value(bits.x & 0xFFFF), half_value(bits.x >> 16), half_value(bits.y & 0xFFFF),
+                half_value(bits.y >> 16)};
+    }
+};
+struct Float {
+    __device__ static float4 quad(const void *table, size_t index) {
+        return read(static_cast<const float4 *>(table) + index);
+    }
+};
+
+// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN.
+template <class Stored>
+__device__ void embed(const int *tokens, const void *table, float *out, int rows, int columns) {
+    const int token = read(tokens + blockIdx.x);
+    const int quads = columns / 4;
+    const float missing = __uint_as_float(0x7FC00000u);
+    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+        float4 values = {missing, missing, missing, missing};
+        if (token >= 0 && token < rows) {
+            values = Stored::quad(table, static_cast<size_t>(token) * quads + quad);
+        }
+        write(reinterpret_cast<float4 *>(out) + static_cast<size_t>(blockIdx.x) * quads + quad, values);
+    }
+}
+
+#define EMBED(name, Stored)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+        name(const int *tokens, const void *table, float *out, int rows, int columns) {                                \
+        embed<Stored>(tokens, table, out, rows, columns);                                                              \
+    }
+
+EMBED(embed_bf16, Bfloat)
+EMBED(embed_fp16, Half)
+EMBED(embed_fp32, Float)

@@ -1,0 +1,129 @@
+"""Each test of an operation runs twice: on the host, where the CUDA source is emulated, and on a GPU (mark `gpu`)."""
+
+import ctypes
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from duovolt.kernels import checks
+from duovolt.kernels.build import CSRC
+from duovolt.kernels.module import PORTABLE, forced_arch
+
+FIBERS = Path(__file__).with_name("fibers.hpp")
+REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh")  # their instructions are the emulator's
+ARCHES = {"volta": 700, "ampere": 800}
+BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
+KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  # written out, or made by a macro
+
+
+class Emulated:
+    """A CUDA source compiled for the host, launched as a module on a device is."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def launch(
+        self, name: str, blocks: int | tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
+    ) -> None:
+        slots = b"".join(_slot(argument) for argument in arguments)
+        ranges = [_range(argument) for argument in arguments if isinstance(argument, torch.Tensor)]
+        flat = [bound for bounds in ranges for bound in bounds]
+        grid = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1, 1)[:3]
+        stray = getattr(self._library, f"emulate_{name}")(
+            (ctypes.c_int * 3)(*grid),
+            threads,
+            ctypes.create_string_buffer(slots, len(slots)),
+            len(arguments),
+            (ctypes.c_void_p * len(flat))(*flat),
+            len(ranges),
+        )
+        assert stray != -1, f"{name}: threads of a block wait for one another for ever"
+        assert stray != -2, f"{name}: {len(arguments)} arguments do not fit the kernel"
+        assert stray == 0, f"{name}: {stray} accesses outside of the buffers, or not aligned"
+
+
+def _slot(argument: Any) -> bytes:
+    if isinstance(argument, torch.Tensor):
+        return struct.pack("<Q", argument.data_ptr())
+    if isinstance(argument, float):
+        return struct.pack("<fxxxx", argument)
+    return struct.pack("<q", 0 if argument is None else argument)
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * (tensor.numel() > 0)
+
+
+def compiled(source: str, arch: str, folder: Path) -> Emulated:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler (g++ or clang++): the CUDA source cannot be run on the host")
+    for header in CSRC.glob("*.cuh"):
+        shutil.copy(header, folder)
+    for name in REPLACED:
+        (folder / name).write_text("")
+    text = (CSRC / source).read_text(encoding="utf-8")
+    (folder / source).write_text(text, encoding="utf-8")
+    names = [first or second for first, second in KERNEL.findall(BOUNDS.sub("", text)) if first != "name"]
+    doors = "".join(
+        f'extern "C" int emulate_{name}(const int *g, int t, const uint64_t *a, int n, const Range *r, int m)'
+        f" {{ return emulate({name}, g, t, a, n, r, m); }}\n"
+        for name in names
+    )
+    (folder / "host.cpp").write_text(f'#include "{FIBERS}"\n#include "{source}"\n{doors}')
+    command = [compiler, "-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-D__CUDA_ARCH__={ARCHES[arch]}"]
+    done = subprocess.run(
+        [*command, "host.cpp", "-o", "host.so"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[:4000]
+    return Emulated(ctypes.CDLL(str(folder / "host.so")))
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Emulated]:
+    """Compiles a source once a session: emulated(source, "volta" or "ampere")."""
+    made: dict[tuple[str, str], Emulated] = {}
+
+    def get(source: str, arch: str) -> Emulated:
+        if (source, arch) not in made:
+            made[source, arch] = compiled(source, arch, tmp_path_factory.mktemp(f"{Path(source).stem}-{arch}"))
+        return made[source, arch]
+
+    return get
+
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ON_GPU = [pytest.param(name, marks=needs_gpu) for name in ("portable", "native")]
+
+
+def place(
+    kind: str, emulated: Callable[[str, str], Emulated], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[torch.device]:
+    if kind in ARCHES:
+        monkeypatch.setattr(checks, "module_on", lambda source, device: emulated(source, kind))
+        yield torch.device("cpu")
+    elif kind == "portable":  # what a V100 runs
+        with forced_arch(PORTABLE):
+            yield torch.device("cuda", 0)
+    else:
+        yield torch.device("cuda", 0)
+
+
+@pytest.fixture(params=["volta", *ON_GPU])
+def device(request, emulated, monkeypatch) -> Iterator[torch.device]:
+    """Where to put a test's tensors: the CPU, with the kernels emulated, or the GPU with either build."""
+    yield from place(request.param, emulated, monkeypatch)
+
+
+@pytest.fixture(params=[*ARCHES, *ON_GPU])
+def tensor_core_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
+    """As `device`, for kernels whose source chooses a tensor-core product by architecture."""
+    yield from place(request.param, emulated, monkeypatch)

@@ -1,0 +1,21 @@
+"""Every source compiles for a V100 without what a V100 lacks or what would let timing into a result."""
+
+import re
+
+import pytest
+
+from duovolt.checkpoint.errors import EnvironmentFault
+from duovolt.kernels import build as builder
+
+from .support import FORBIDDEN
+
+
+@pytest.mark.parametrize("source", ["attention.cu", "delta.cu", "norm.cu", "rope.cu"])
+def test_ptx_is_for_sm_70_and_holds_nothing_that_volta_lacks(source):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
+    try:
+        ptx = builder.build(source, "compute_70").image.decode()
+    except EnvironmentFault as missing:
+        pytest.skip(str(missing))
+    assert re.search(r"^\.target sm_70$", ptx, re.M)
+    assert {what: found[0] for what, found in ((w, re.search(p, ptx)) for w, p in FORBIDDEN.items()) if found} == {}
