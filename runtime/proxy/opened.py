@@ -55,7 +55,7 @@ class OpenRequest:
             "finish": self.finish,
             "prompt_tokens": len(self.request.prompt),
             "completion_tokens": self.tokens,
-            "first_token_ms": None if self.first is None else round(1000 * (self.first - self.started), 2),
+            "first_token_ms": None if self.first is None else round(1000 * (self.first - self.started), 3),
             "tokens_per_second": round(1 / pace, 2) if pace else None,
             "drafts_proposed": self.proposed,
             "drafts_accepted": self.accepted,
