@@ -25,16 +25,15 @@ _SHORT_TOKENS = 8
 
 @dataclass(frozen=True)
 class StreamCost:
-    """`rates`: tokens a second of each answer after its first, as its client had them; `given`: as the ranks gave them.
-
-    `share`: the median of rates over given. On a busy machine the ranks may miss the pace they are asked for; what the
-    server loses of it is another matter.
+    """`rates`: tokens a second of each answer after its first, as its client had them; `relayed`: as the proxy
+    had them. `share`: the median of `rates` over the pace that the script asks of the ranks, which they miss themselves
+    where other work takes their cores.
     `first_byte_ms`: from the first token's arrival in the proxy, as its log has it, to its first byte at the client.
     """
 
     clients: int
     rates: list[float]
-    given: list[float]
+    relayed: list[float]
     share: float
     first_byte_ms: float
     worst_first_byte_ms: float
@@ -84,14 +83,14 @@ def measure_stream(rate: int, tokens: int, clients: int, rounds: int, ranks: int
     with scripted_server(tokens, 1000 / rate, clients, ranks) as server:
         _read_together(server, clients, min(tokens, 50))  # the first answer pays for what is made on first use
         before = [_cpu_seconds(pid) for pid in (server.proxy, *server.ranks)]
-        rates, given, delays = [], [], []
+        rates, relayed, delays = [], [], []
         for _ in range(rounds):
             for reading in _read_together(server, clients, tokens):
                 _check_whole(reading, tokens)
                 assert reading.first is not None
                 rates.append((tokens - 2) / (reading.last - reading.first))
                 entry = _log_entry(server.log, reading.port)
-                given.append(entry["answers"][0]["tokens_per_second"])
+                relayed.append(entry["answers"][0]["tokens_per_second"])
                 delays.append(1000 * (reading.first_at - _first_token_at(entry)))
         spent = [_cpu_seconds(pid) - start for pid, start in zip((server.proxy, *server.ranks), before, strict=True)]
         detokenise = _detokenise_seconds(server)
@@ -99,8 +98,8 @@ def measure_stream(rate: int, tokens: int, clients: int, rounds: int, ranks: int
     return StreamCost(
         clients,
         rates,
-        given,
-        statistics.median(mine / theirs for mine, theirs in zip(rates, given, strict=True)),
+        relayed,
+        statistics.median(rates) / rate,
         statistics.median(delays),
         max(delays),
         1e6 * statistics.mean(spent[1:]) / answered,

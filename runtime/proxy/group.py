@@ -167,6 +167,7 @@ class RankGroup:
             prefill_chunk=plan.options.prefill_chunk,
             sampleable=plan.tokenizer.size,
             exchange_seconds=plan.exchange_seconds,
+            ends=",".join(map(str, plan.tokenizer.stop_ids)),
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
         if not self._first:  # a door opens once: the restarted ranks must be able to serve

@@ -62,7 +62,7 @@ class _Server:
     def __init__(self, plan: ServePlan, listener: socket.socket, log: LogFile | None) -> None:
         self._plan = plan
         self._listener = listener
-        self._hub = Hub(plan.options.lanes, plan.options.max_waiting)
+        self._hub = Hub(plan.options.lanes, plan.options.max_waiting, plan.options.max_wait_seconds)
         self._supervisor = Supervisor(plan, self._hub, self._log_start)
         self.workers = Workers(_PROMPTS_AT_ONCE)
         application = Api(plan, self._hub, self._supervisor, self.workers).application()
@@ -135,6 +135,7 @@ class _Server:
             "max_context": plan.max_context,
             "prefill_chunk": options.prefill_chunk,
             "max_waiting": options.max_waiting,
+            "max_wait_seconds": f"{options.max_wait_seconds:g}",
             "watchdog_seconds": f"{options.watchdog_seconds:g}",
             "log": options.log_requests and ("content" if options.log_content else "requests"),
             "api_keys": len(plan.keys),
