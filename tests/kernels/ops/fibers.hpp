@@ -31,7 +31,8 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-static char dynamic_shared[1 << 18];
+alignas(16) static unsigned char dynamic_shared[1 << 18];
+#define DYNAMIC_SHARED(name) unsigned char *name = dynamic_shared
 
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStack = 1 << 17;
