@@ -135,6 +135,12 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
     }
     return bits;
 }
+inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) {
+    volatile float product = a * b; // not fused with what follows
+    return product;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
@@ -271,7 +277,8 @@ static bool run_block(int threads) {
 
 template <class T> T argument(const uint64_t *slot) {
     T value;
-    std::memcpy(&value, slot, sizeof(T));
+    const void *from = std::is_class<T>::value ? reinterpret_cast<const void *>(*slot) : slot; // structs by address
+    std::memcpy(&value, from, sizeof(T));
     return value;
 }
 template <class... A, size_t... I>
