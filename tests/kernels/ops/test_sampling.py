@@ -156,7 +156,9 @@ def test_certain_drafts_and_lanes_side_by_side(device, wish):
         sampling = lanes_with([WISHES[wish], WISHES["greedy"], WISHES[wish]], device)
         best = int(logits[3].argmax())
         decision = Decision.of([0, 1, 2], [50, 60, 70], [[7, 8], [best], []], device)
-        results.append(operation(logits, decision, sampling, Distributions.empty(6, V, device), cuts=Cuts(False, wish == "top-p")))
+        results.append(
+            operation(logits, decision, sampling, Distributions.empty(6, V, device), cuts=Cuts(False, wish == "top-p"))
+        )
     same(*results)
     assert results[0].produced.tolist()[1:] == [2, 0]
 
