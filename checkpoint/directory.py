@@ -1,11 +1,12 @@
 """A checkpoint directory: index, shards, side files. The index is the authority; file name patterns mean nothing."""
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from . import container
@@ -38,6 +39,12 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: no such file.") from None
     except IsADirectoryError:
         raise InputError(f"{path}: a directory, where a file was expected.") from None
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """The safetensors index of a directory that we write: tensor name -> file, and the bytes of all tensors."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"
 
 
 def plain_name(name: Any, path: Path) -> str:

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from .digest import digest_bytes, digest_file, file_blocks
-from .directory import INDEX, MANIFEST
+from .directory import INDEX, MANIFEST, index_bytes
 from .errors import CheckFailed, EnvironmentFault, InputError
 from .manifest import FileRecord, Manifest
 from .writeback import begin_writeback
@@ -358,8 +358,7 @@ class StageDirectory:
 
     def put_index(self, weight_map: dict[str, str], total_size: int) -> None:
         """Write the safetensors index."""
-        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-        self.put(INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+        self.put(INDEX, index_bytes(weight_map, total_size))
 
     def seal(self, manifest: Manifest) -> Manifest:
         """Write the manifest last and drop the journal: the directory is finished."""
@@ -371,5 +370,6 @@ class StageDirectory:
 
     def finish(self) -> None:
         """Drop the journal: nothing is left to resume. A plain checkpoint ends here, without a manifest."""
-        write_event()
-        (self.path / JOURNAL).unlink()
+        with disk_errors(self.path):
+            write_event()
+            (self.path / JOURNAL).unlink()

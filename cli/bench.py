@@ -5,7 +5,7 @@ import importlib
 
 # What -> (module in this package, one line of help).
 TASKS = {
-    "pipeline": ("bench_pipeline", "quantising and whole conversions beside peers"),
+    "pipeline": ("bench_pipeline", "quantising and whole stages beside peers, cp, cat and xxh3"),
     "serve": ("bench_serve", "what the server costs a token, over scripted answers"),
 }
 

@@ -1,11 +1,14 @@
 """`duovolt convert SRC DST`."""
 
 import argparse
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.errors import InputError
 from ..convert.pipeline import ConversionReport, convert
+from ..convert.quantisers.encoders import DEVICES
 from ..convert.recipe import load_recipe
 from ..convert.source import Source
 from .progress import byte_bar
@@ -31,6 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--arithmetic", choices=("auto", "compiled", "numpy"), default="auto",
         help="how values are quantised, the same bytes at another speed (default: auto, compiled if it pays)",
     )  # fmt: skip
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto",
+        help="where values are quantised, the same bytes (default: auto, a CUDA card if there is one and enough to do)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON, tensor by tensor")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
 
 
@@ -45,21 +53,49 @@ def describe(report: ConversionReport) -> str:
     state = " (already there, every file re-hashed)" if report.already_done else ""
     resumed = f", {len(report.resumed)} files kept from an interrupted run" if report.resumed else ""
     arithmetic = f", arithmetic {report.arithmetic}" if report.arithmetic else ""
+    flushed = "".join(f"{line}\n" for line in flushed_lines(report))
     return (
         f"converted {report.source_bytes / 1e6:,.2f} MB to {report.converted_bytes / 1e6:,.2f} MB "
         f"({report.converted_bytes / max(1, report.source_bytes):.3f}): {counts}{resumed}{state}\n"
-        f"{weights}\n"
+        f"{weights}\n{flushed}"
         f"conversion {report.manifest.conversion_id}, recipe {report.manifest.recipe['name']}{arithmetic}"
     )
+
+
+def flushed_lines(report: ConversionReport) -> list[str]:
+    """One line an encoding: how many non-zero values became zero, and in which tensor the most."""
+    lines = []
+    for encoding in sorted({found.encoding for found in report.flushed.values()}):
+        mine = {name: found for name, found in report.flushed.items() if found.encoding == encoding}
+        worst = max(mine, key=lambda name: mine[name].share)
+        lost, nonzero = (sum(getattr(found, key) for found in mine.values()) for key in ("lost", "nonzero"))
+        lines.append(
+            f"{encoding}: {lost / max(1, nonzero):.3%} of the non-zero values became zero, at most "
+            f"{mine[worst].share:.3%} of a tensor ({worst})"
+        )
+    return lines
+
+
+def as_json(report: ConversionReport) -> dict[str, Any]:
+    """The report in plain JSON types, every tensor's share of values that became zero among it."""
+    flushed = {name: {**vars(found), "share": found.share} for name, found in report.flushed.items()}
+    plain = {key: value for key, value in vars(report).items() if key not in ("manifest", "flushed")}
+    return plain | {"conversion_id": report.manifest.conversion_id, "flushed": flushed}
 
 
 def run(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise InputError(f"--workers {args.workers}: at least 1.")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
     recipe = load_recipe(args.recipe)
     total = 2 * Source.open(args.source, args.mtp_from).nbytes
     with byte_bar("convert", total, args.quiet) as advance:
-        report = convert(args.source, args.target, recipe, args.workers, advance, args.mtp_from, args.arithmetic)
+        report = convert(
+            args.source, args.target, recipe, args.workers, advance, args.mtp_from, args.arithmetic, args.device
+        )
+    if args.json is not None:
+        args.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
     if not args.quiet:
         for notice in report.notices:
             print(f"notice: {notice}.")

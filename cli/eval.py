@@ -5,8 +5,10 @@ import dataclasses
 import json
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.errors import InputError
+from ..perf.divergence import Predictor
 from ..perf.quality import Protocol, Quality, measure
 from .progress import byte_bar
 
@@ -14,13 +16,18 @@ EXAMPLE = """example:
   duovolt eval converted
   duovolt eval converted --text my.txt --words my-words.txt --prompts 50 --json
 
-Several directories are measured in one run, so that a recipe can be compared with its source:
-  duovolt eval source converted"""
+Several directories are measured in one run, so that a recipe can be compared with its source; --against also gives the
+divergence of each from a reference's predictions, token by token on the same text:
+  duovolt eval source converted
+  duovolt eval converted --against source"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="source, converted or rank-0-of-1")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="also the KL divergence from this directory's predictions"
+    )
     parser.add_argument("--text", type=Path, help="held-out text (default: the bundled one, Python documentation)")
     parser.add_argument("--words", type=Path, help="known words, one a line (default: the bundled list)")
     for field in dataclasses.fields(Protocol):
@@ -38,8 +45,12 @@ def _text(path: Path | None, bundled: str) -> str:
 
 def line(directory: Path, quality: Quality) -> str:
     """One row of the table."""
+    found, divergence = quality.divergence, ""
+    if found is not None:
+        divergence = f"KL {found.mean:.5f} nats a token, same likeliest token {found.agreement:.1%}  "
     return (
         f"{directory.name:<16} {quality.bits_per_byte:6.3f} bits a byte ({quality.scored_bytes:,} bytes)  "
+        f"perplexity {quality.perplexity:.3f}  {divergence}"
         f"known words {quality.known_word_share:6.1%} of {quality.words:,}  "
         f"acceptance {quality.acceptance:6.1%} ({quality.accepted}/{quality.proposed}, {quality.drafts} drafts)  "
         f"{quality.tokens_per_second:.0f} tok/s on this CPU"
@@ -61,13 +72,15 @@ def run(args: argparse.Namespace) -> int:
     protocol = Protocol(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Protocol)})
     if bad := [name for name, value in dataclasses.asdict(protocol).items() if value < (0 if name == "drafts" else 1)]:
         raise InputError(f"--{bad[0].replace('_', '-')}: at least 1.")
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    against = None if args.against is None else Predictor(args.against, protocol.window)
     first: tuple[str, Quality] | None = None
     for directory in args.directories:
         total = protocol.score_bytes + protocol.prompts * protocol.continuation
         with byte_bar(f"eval {directory.name}", total, args.quiet) as tick:
-            quality = measure(directory, text, words, protocol, tick)
-        found[str(directory)] = dataclasses.asdict(quality) | {"acceptance": quality.acceptance}
+            quality = measure(directory, text, words, protocol, tick, against)
+        derived = {"acceptance": quality.acceptance, "perplexity": quality.perplexity}
+        found[str(directory)] = dataclasses.asdict(quality) | derived
         if not (args.json or args.quiet):
             print(line(directory, quality), flush=True)
             if first is not None:

@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-chunk", type=int, required=True, help="prompt tokens a step")
     parser.add_argument("--sampleable", type=int, required=True, help="ids that the tokenizer can emit")
     parser.add_argument("--exchange-seconds", type=float, required=True, help="longest wait for the other rank")
+    parser.add_argument("--ends", default="", metavar="IDS", help="ids that end an answer, with commas between")
     parser.add_argument("--draft-head", choices=("auto", "on", "off"), default="auto", help="as for serve")
     parser.add_argument("--drafts-from", type=Path, help="JSON list of lists: the drafts of each round")
 

@@ -59,6 +59,7 @@ def server_options() -> list[Option]:
         ),
         Option("log-content", truth, "also log what was asked and answered (default: no)"),
         Option("max-waiting", _integer(0), "requests that may wait for a lane (default: 64)"),
+        Option("max-wait-seconds", _seconds(False), "a request that waits longer for a lane gets 503 (default: 600)"),
         Option("drain-seconds", _seconds(True), "time for running answers at SIGTERM (default: 10)"),
         Option("watchdog-seconds", _seconds(False), "a step longer than this is a hang (default: 180)"),
     ]

@@ -7,7 +7,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
@@ -20,7 +20,7 @@ from ..checkpoint.container import ITEMSIZE, NUMPY_DTYPE, TensorEntry, blocks
 from ..checkpoint.digest import digest_file, digest_json, json_bytes
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings.plain import LARGEST, from_float32, to_float32
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata
 from ..checkpoint.layouts import ROWS
 from ..checkpoint.manifest import (
@@ -37,19 +37,23 @@ from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
 from .draft_head import DraftHead
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
-from .quantisers import QUANTISERS, Quantiser, compiled
-from .quantisers.bands import BandEncoder
+from .quantisers import QUANTISERS, Quantiser
+from .quantisers.encoders import Encoder, choose_encoder
+from .quantisers.flushed import Flushed
 from .recipe import Recipe
 from .repack import repacked
 from .source import MTP, Advance, Source, SourceFacts, require_unchanged, row_band, scan
 
-BAND_BYTES = 4 << 20  # source bytes quantised at a time by one thread; float32 temporaries are a few times larger
+BAND_BYTES = 4 << 20  # source bytes copied or repacked at a time
 SPOOL_BYTES = 32 << 20  # block scales of one tensor held in memory while its words are written
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did: the manifest, sizes in bytes, files that an interrupted run had already finished."""
+    """What `convert` did: the manifest, sizes in bytes, files that an interrupted run had already finished.
+
+    `flushed`: weight -> how many of its values became zero, for what was quantised.
+    """
 
     manifest: Manifest
     source_bytes: int
@@ -58,6 +62,7 @@ class ConversionReport:
     already_done: bool
     notices: list[str]
     arithmetic: str = ""
+    flushed: dict[str, Flushed] = field(default_factory=dict)
 
 
 def conversion_id(
@@ -71,7 +76,7 @@ def conversion_id(
         {
             "format_version": FORMAT_VERSION,
             "family": FAMILY,
-            "recipe": recipe.resolved(),
+            "recipe": recipe.deciding(),
             "tensors": tensors,
             "side_files": side,
         }
@@ -147,13 +152,17 @@ class _Converter:
         self,
         plan: ConversionPlan,
         facts: SourceFacts,
-        encoder: BandEncoder,
+        encoder: Encoder,
         global_scales: dict[str, np.float32],
         workers: int,
         advance: Advance,
+        max_flushed_share: float,
     ) -> None:
+        self.max_flushed_share = max_flushed_share
         self.plan, self.facts, self.advance = plan, facts, advance
         self.encoder, self.global_scales, self.workers = encoder, global_scales, workers
+        self.in_flight = min(workers + 1, encoder.most_at_once or workers + 1)
+        self.flushed: dict[str, Flushed] = {}
         self.block_scales = {p.spec.name: p for p in plan.parts.values() if p.part == "block_scale"}
 
     def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
@@ -180,7 +189,8 @@ class _Converter:
                     while block := spool.read(SPOOL_BYTES):
                         writer.write(block)
             record = writer.close()
-        stage.finished(name, record, {"digests": writer.digests})
+        flushed = {t.name: asdict(self.flushed[t.name]) for t in tensors if t.name in self.flushed}
+        stage.finished(name, record, {"digests": writer.digests, "flushed": flushed})
         return writer.digests
 
     def _blocks(self, entry: TensorEntry, block_bytes: int) -> Iterator[memoryview]:
@@ -191,19 +201,19 @@ class _Converter:
             yield block
         require_unchanged(entry, self.facts.tensors[entry.name].digest, digest.hexdigest())
 
-    def _bands(self, part: PlannedPart) -> Iterator[np.ndarray]:
+    def _bands(self, part: PlannedPart, band_bytes: int) -> Iterator[np.ndarray]:
         """The source's words that a part is made of, [rows, words], in bands of whole tile rows."""
         entry = part.origin
         whole = (
             np.frombuffer(block, NUMPY_DTYPE[entry.dtype]).reshape(-1, entry.nbytes // ITEMSIZE[entry.dtype] // rows)
             for rows in (entry.shape[0],)
-            for block in self._blocks(entry, row_band(entry, BAND_BYTES, ROWS))
+            for block in self._blocks(entry, row_band(entry, band_bytes, ROWS))
         )
         return whole if part.gather is None else gathered(whole, part.gather)
 
     def _copy(self, writer: ShardWriter, part: PlannedPart) -> None:
         dtype = part.origin.dtype
-        for block in self._blocks(part.origin, BAND_BYTES) if part.gather is None else self._bands(part):
+        for block in self._blocks(part.origin, BAND_BYTES) if part.gather is None else self._bands(part, BAND_BYTES):
             if dtype == part.stored.dtype:  # never through arithmetic, which might touch a NaN's payload
                 writer.write(block)
             else:
@@ -222,7 +232,7 @@ class _Converter:
     def _repack(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor) -> None:
         pending: deque[Future[np.ndarray]] = deque()
         whole = self._blocks(part.origin, row_band(part.origin, BAND_BYTES, ROWS))
-        for block in whole if part.gather is None else (band.tobytes() for band in self._bands(part)):
+        for block in whole if part.gather is None else (b.tobytes() for b in self._bands(part, BAND_BYTES)):
             pending.append(pool.submit(repacked, part, bytes(block)))
             if len(pending) > self.workers + 1:
                 writer.write(pending.popleft().result())
@@ -233,28 +243,51 @@ class _Converter:
         entry = part.origin
         scale = self._scale(part)
         block_scale = self.block_scales.get(part.spec.name)
-        pending: deque[Future[tuple[np.ndarray, np.ndarray | None]]] = deque()
+        pending: deque[Future[tuple[np.ndarray, np.ndarray | None, int]]] = deque()
+        nonzero = 0
 
         def take() -> None:
-            words, scales = pending.popleft().result()
+            nonlocal nonzero
+            words, scales, count = pending.popleft().result()
+            nonzero += count
             writer.write(words)
             if scales is not None:
                 spool.write(np.ascontiguousarray(scales).data)
 
-        def work(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray | None]:
+        def work(rows: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray | None, int]:
+            scales: np.ndarray | None = None
             if block_scale is None:
-                return self.encoder.fp8(rows, entry.dtype, scale[first : first + len(rows)], part.layout), None
-            return self.encoder.nvfp4(rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout)
+                words = self.encoder.fp8(rows, entry.dtype, scale[first : first + len(rows)], part.layout)
+            else:
+                words, scales = self.encoder.nvfp4(
+                    rows, entry.dtype, np.float32(scale), part.layout, block_scale.layout
+                )
+            return words, scales, self.encoder.nonzero(words, part.encoding)
 
         first = 0
-        for band in self._bands(part):
+        for band in self._bands(part, self.encoder.band_bytes):
             rows = band.copy()
             pending.append(pool.submit(work, rows, first))
             first += len(rows)
-            if len(pending) > self.workers + 1:
+            if len(pending) > self.in_flight:
                 take()
         while pending:
             take()
+        if part.gather is None:  # a draft head's rows are counted in the head
+            there = self.facts.tensors[entry.name].nonzero
+            self.flushed[part.spec.name] = Flushed(part.encoding, there, there - nonzero)
+            self._require_kept(part)
+
+    def _require_kept(self, part: PlannedPart) -> None:
+        """Raises CheckFailed if too many values became zero: the encoding does not suit the tensor."""
+        found = self.flushed[part.spec.name]
+        if found.share > self.max_flushed_share:
+            raise CheckFailed(
+                f"{part.origin.path}: tensor {part.origin.name!r}: {found.lost:,} of {found.nonzero:,} non-zero values "
+                f"({found.share:.1%}) became zero in {part.encoding}; the recipe's max_flushed_share is "
+                f"{self.max_flushed_share:.0%}. Give the tensor another encoding (a rule that names it, `keep`), or raise "
+                "the limit; then remove the unfinished directory and convert again."
+            )
 
 
 def _side_files(source: Source) -> dict[str, str]:
@@ -305,12 +338,14 @@ def convert(
     advance: Advance,
     mtp_from: Path | None = None,
     arithmetic: str = "auto",
+    device: str = "auto",
     keep: Collection[str] | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
     `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
-    `arithmetic`: `auto`, `compiled` or `numpy`, the same bytes at another speed.
+    `arithmetic`: `auto`, `compiled` or `numpy`, and `device`: `auto`, `cpu` or `cuda`, give the same bytes at another
+    speed.
     `keep`: repair a finished `target`: these of its files are proved right, the others are written again.
 
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
@@ -324,9 +359,10 @@ def convert(
         require_space(target, max(0, plan.nbytes - there))
     words = [part for part in plan.parts.values() if part.part == "words" and not part.imported]
     with ThreadPoolExecutor(1) as aside:  # numba takes a second to load, in which the source can be read
-        loading = aside.submit(compiled.choose, arithmetic, sum(part.origin.nbytes for part in words))
+        nbytes = sum(part.origin.nbytes for part in words)
+        loading = aside.submit(choose_encoder, recipe.quantiser, arithmetic, device, nbytes)
         facts = scan(source, workers, advance)
-    loops = loading.result()
+    encoder = loading.result()
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
     identity = conversion_id(source, recipe, facts, _side_files(source), plan.draft)
@@ -336,14 +372,14 @@ def convert(
     if (done := _already_done(target, identity, source)) is not None:
         return done
     with StageDirectory(target, run_name) as stage, ThreadPoolExecutor(workers) as pool:
-        encoder = BandEncoder(recipe.quantiser, loops)
-        converter = _Converter(plan, facts, encoder, global_scales, workers, advance)
+        converter = _Converter(plan, facts, encoder, global_scales, workers, advance, recipe.max_flushed_share)
         digests: dict[str, str] = {}
         with disk_errors(target):
             for name, tensors in plan.files:
                 note = stage.resume(name)
                 if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:
                     digests |= note["digests"]
+                    converter.flushed |= {n: Flushed(**found) for n, found in note.get("flushed", {}).items()}
                     origins = {part.origin.name: part.origin for part in (plan.parts[t.name] for t in tensors)}
                     advance(sum(entry.nbytes for entry in origins.values()))
                 else:
@@ -369,5 +405,12 @@ def convert(
         )
         sealed = stage.seal(manifest)
         return ConversionReport(
-            sealed, source.nbytes, plan.nbytes, stage.resumed, False, source.notices, str(loops) if words else ""
+            sealed,
+            source.nbytes,
+            plan.nbytes,
+            stage.resumed,
+            False,
+            source.notices,
+            str(encoder) if words else "",
+            dict(sorted(converter.flushed.items())),
         )

@@ -15,6 +15,8 @@ from ..model.inventory import TensorSpec, inventory
 from .quantisers import QUANTISERS
 
 KEEP = "keep"
+# nvfp4 loses 7% of a Gaussian matrix, 12% under Student's t with 3 degrees of freedom, 25% with 1.5.
+MAX_FLUSHED_SHARE = 0.4
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +46,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first matching rule decides. `layout` is a layout family (`v100` or `canonical`); `max_shard_bytes` bounds the
     files of every later stage; `quantiser` is a name of convert/quantisers. `draft_head`: rows of a draft head of
-    reduced vocabulary, 0 for none; `draft_head_tokens`: a file with token ids, the most frequent first."""
+    reduced vocabulary, 0 for none; `draft_head_tokens`: a file with token ids, the most frequent first.
+    `max_flushed_share`: of a tensor's non-zero values, the largest share that may become zero."""
 
     name: str
     layout: Literal["v100", "canonical"]
@@ -53,9 +56,10 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantiser: str = "default"
     draft_head: int = 0
     draft_head_tokens: str | None = None
+    max_flushed_share: float = MAX_FLUSHED_SHARE
 
     def resolved(self) -> dict[str, Any]:
-        """The recipe as plain JSON, for the manifest and the conversion id.
+        """The recipe as plain JSON, for the manifest.
 
         Without the path of the token list: where it lay decides nothing, and what it chose is stored.
         """
@@ -63,7 +67,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         del found["draft_head_tokens"]
         if not self.draft_head:
             del found["draft_head"]
+        if self.max_flushed_share == MAX_FLUSHED_SHARE:
+            del found["max_flushed_share"]
         return found
+
+    def deciding(self) -> dict[str, Any]:
+        """What of it decides output bytes, for the conversion id."""
+        return {key: value for key, value in self.resolved().items() if key != "max_flushed_share"}
 
     def encodings(self, config: ModelConfig) -> dict[str, str | None]:
         """tensor name -> encoding, None for 'kept'; the first matching rule wins.
@@ -148,5 +158,7 @@ def _require_sense(recipe: Recipe, where: str) -> None:
         raise InputError(f"recipe {where}: quantiser {recipe.quantiser!r} is none of {', '.join(QUANTISERS)}.")
     if recipe.draft_head < 0 or (recipe.draft_head_tokens is not None and not recipe.draft_head):
         raise InputError(f"recipe {where}: draft_head is {recipe.draft_head}; give the number of rows to keep.")
+    if not 0 <= recipe.max_flushed_share <= 1:
+        raise InputError(f"recipe {where}: max_flushed_share is {recipe.max_flushed_share}, expected 0 to 1.")
     if recipe.max_shard_bytes < 1:
         raise InputError(f"recipe {where}: max_shard_bytes is {recipe.max_shard_bytes}.")

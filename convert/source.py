@@ -39,10 +39,14 @@ TIED = "equal to the embedding, to which the configuration ties it"
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What one pass learned: xxh3-128 of the bytes; `row_amax` float32 [rows] for plain matrices, [1] for the rest."""
+    """What one pass learned: xxh3-128 of the bytes; `row_amax` float32 [rows] for plain matrices, [1] for the rest.
+
+    `nonzero`: how many values of a plain tensor are not zero.
+    """
 
     digest: str
     row_amax: np.ndarray
+    nonzero: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,7 @@ def _scan(entry: TensorEntry, blocks: Iterable[memoryview]) -> TensorFacts:
     columns = entry.shape[1] if len(entry.shape) == 2 else max(1, entry.nbytes // unsigned.itemsize)
     digest = xxhash.xxh3_128()
     tops: list[np.ndarray] = []
-    done = 0
+    done = nonzero = 0
     for block in blocks:
         digest.update(block)
         words: np.ndarray = np.frombuffer(block, unsigned) & unsigned.type(mask)
@@ -237,11 +241,12 @@ def _scan(entry: TensorEntry, blocks: Iterable[memoryview]) -> TensorFacts:
             at = int(np.argmax(words >= infinite))
             raise _non_finite(entry, done + at, np.frombuffer(block, unsigned)[at : at + 1])
         tops.append(top)
+        nonzero += int(np.count_nonzero(words))
         done += len(words)
     top = np.concatenate(tops) if tops else np.zeros(1, unsigned)
     if len(entry.shape) != 2:
         top = top.max(keepdims=True)
-    return TensorFacts(digest.hexdigest(), to_float32(top.view(NUMPY_DTYPE[entry.dtype]), entry.dtype))
+    return TensorFacts(digest.hexdigest(), to_float32(top.view(NUMPY_DTYPE[entry.dtype]), entry.dtype), nonzero)
 
 
 def row_band(entry: TensorEntry, block_bytes: int = BLOCK, multiple: int = 1) -> int:

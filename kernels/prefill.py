@@ -1,96 +1,100 @@
-"""Attention of a prompt's chunk: the cache is decoded to fp16 in a row, and torch's fused attention does the products.
+"""Linears for many tokens: tiles to plain fp16 in a scratch buffer, then the vendor's matrix product.
 
-For a few tokens, `decode_attention` reads the cache as it stands; for hundreds, the products dominate, and the vendor's
-kernels are the ones to beat. docs/kernels/attention.md says what this costs.
+Some tokens more than the decode linear takes are cheaper as several of it. Beyond:
+out[t, n] = sum_k x[t, k] * fp16(W[n, k] * s[n]), summed in float32 by the vendor's library, rounded to fp16. The weights are
+dequantised at a power of two that brings the largest near 4, and the product is multiplied back in float32, so that
+neither small nor large scales leave fp16's range. Bits may depend on T: prefill promises none.
 """
+
+import functools
+import math
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..checkpoint.errors import InputError
-from . import reference
-from .checks import check, check_dimensions, launch
-from .kvcache import DIM, PAGE, KVCache
-from .norm import check_heads, output_gate, staged
+from .linear import MAX_TOKENS, linear
+from .module import load
+from .task import matrix_of
+from .weights import BAND, GROUP, Fp8BlockWeight, Nvfp4Weight, Weight, check
 
-SOURCE = "kvcache.cu"
-_THREADS = 256
+SOURCE = "dequantise.cu"
+FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens
+SCRATCH_BYTES = 96 << 20  # of plain weights at a time
+_LARGEST = {"nvfp4": 6.0 * 448.0, "fp8": 448.0, "fp8_blocks": 448.0, "half": 65504.0}
+_TARGET = 2  # the largest possible weight comes to lie at or below 2^2
+_COLUMNS_A_BLOCK = 8 * 64  # eight warps, four tiles each
 
 
-def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Keys (as the cache has them, turned if int8) and values of the first `length` positions: fp16 [KV heads, length, 256].
+def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+    """x float16 [T, K] times the weight transposed -> float16 [T, N], for any T; `out` contiguous if given.
 
-    table int32 [pages], the pages of the sequence in order, on the cache's device. Raises InputError where it is too short
-    or does not fit, EnvironmentFault if the kernel cannot start.
+    On torch's current stream; the first call for a weight synchronises, to see its largest scale.
+    Raises InputError and EnvironmentFault as `linear` does.
     """
-    device = cache.keys.device
-    check_dimensions("table", table, 1, "[pages]")
-    check("table", table, torch.int32, tuple(table.shape), device)
-    if not 1 <= length <= table.shape[0] * PAGE:
-        raise InputError(
-            f"length is {length}: expected 1 to {table.shape[0] * PAGE}, what {table.shape[0]} pages hold."
-        )
-    keys, values = (torch.empty(cache.kv_heads, length, DIM, dtype=torch.float16, device=device) for _ in range(2))
-    launch(
-        SOURCE,
-        "gather_int8" if cache.is_int8 else "gather_fp16",
-        (-(-length // PAGE), cache.kv_heads),
-        _THREADS,
-        (cache.keys, cache.key_scales, cache.values, cache.value_scales, cache.pages, table, length, keys, values),
-        device,
+    out = _checked_output(x, weight, out)
+    if x.device.type != "cuda":
+        raise InputError(f"x is on {x.device}: this kernel runs on a CUDA device; the reference runs on any.")
+    if x.shape[0] <= FEW_TOKENS:
+        for first in range(0, x.shape[0], MAX_TOKENS):
+            few = slice(first, first + MAX_TOKENS)
+            linear(x[few], weight, out[few], dtype=torch.float16)
+        return out
+    rows, columns = weight.shape
+    exponent = half_exponent(weight)
+    bands = weight.words.shape[0]
+    step = max(1, SCRATCH_BYTES // (2 * BAND * columns))
+    for first in range(0, bands, step):
+        count = min(step, bands - first)
+        plain = _scratch(x.device, max(SCRATCH_BYTES // 2, BAND * columns))[: count * BAND * columns].view(-1, columns)
+        dequantise(weight, plain, first, 2.0**exponent)
+        part = out[:, first * BAND : min((first + count) * BAND, rows)]
+        torch.addmm(part, x, plain[: part.shape[1]].t(), beta=0, alpha=2.0**-exponent, out=part)
+    return out
+
+
+def linear_block_reference(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+    """What `linear_block` computes but for the rounding of the weights, in float32 on any device."""
+    out = _checked_output(x, weight, out)
+    return out.copy_((x.float() @ weight.values().t()) * weight.scale)
+
+
+def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> None:
+    """Bands from `first_band` on, times scale and factor, to `out` float16 [32 * bands, K]; rows past N become zero."""
+    groups = weight.shape[1] // GROUP
+    blocks = -(-weight.shape[1] // _COLUMNS_A_BLOCK)
+    module = load(SOURCE, out.device.index)
+    grid = (blocks, out.shape[0] // BAND)
+    module.launch(
+        f"dequantise_{weight.encoding}", grid, 256, (matrix_of(weight), out, groups, first_band, float(factor))
     )
-    return keys, values
 
 
-def prefill_attention(
-    query: Tensor, cache: KVCache, table: Tensor, start: int, *, gate: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """Causal attention of tokens start .. start + T - 1 of one sequence, whose keys and values are in the cache.
-
-    query fp16 [T, Q heads, 256], turned as the cache's keys are; table int32 [pages]; gate float32 [T, Q heads, 256]
-    whose heads may stand apart. Returns fp16 [T, Q heads * 256]. The bits of a token may depend on T. Raises as `gather`.
-    """
-    out = _checked(query, cache, start, gate, out)
-    tokens, heads, _ = query.shape
-    keys, values = gather(cache, table, start + tokens)
-    group = heads // cache.kv_heads
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        keys.repeat_interleave(group, dim=0)[None],  # not every fused kernel shares keys among heads
-        values.repeat_interleave(group, dim=0)[None],
-        attn_mask=causal_lower_right(tokens, start + tokens),
-        scale=DIM**-0.5,
-    )[0].transpose(0, 1)
-    if gate is None:
-        return out.copy_(attended.flatten(1))
-    return output_gate(attended.float().contiguous(), gate, out=out)
+def half_exponent(weight: Weight) -> int:
+    """The power of two by which the weight's largest possible value comes to lie in (2, 4]; 0 for a weight of zeros."""
+    known = weight.__dict__.get("_half_exponent")
+    if known is None:
+        scales = weight.block_scale if isinstance(weight, Fp8BlockWeight) else weight.scale
+        largest = _LARGEST[weight.encoding] * float(scales.abs().max())
+        if isinstance(weight, Nvfp4Weight):
+            codes = int((weight.block_scale & 0x7F).max())
+            largest *= float(torch.tensor([codes], dtype=torch.uint8).view(torch.float8_e4m3fn).float()) / 448.0
+        known = _TARGET - math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
+        object.__setattr__(weight, "_half_exponent", known)  # derived from the frozen fields, and costly
+    return known
 
 
-def prefill_attention_reference(
-    query: Tensor, cache: KVCache, table: Tensor, start: int, *, gate: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """What `prefill_attention` computes, row by row in float32, in torch on any device."""
-    out = _checked(query, cache, start, gate, out)
-    keys, values = cache.decoded()
-    attended = reference.attend_block(query.float(), keys, values, table.long(), start)
-    if gate is not None:
-        attended = reference.output_gate(attended, gate)
-    return out.copy_(staged(attended.flatten(1)))
+@functools.cache
+def _scratch(device: torch.device, elements: int) -> Tensor:
+    return torch.empty(elements, dtype=torch.float16, device=device)
 
 
-def _checked(query: Tensor, cache: KVCache, start: int, gate: Tensor | None, out: Tensor | None) -> Tensor:
-    device = cache.keys.device
-    check_dimensions("query", query, 3, f"[T, Q heads, {DIM}]")
-    tokens, heads, _ = query.shape
-    check("query", query, torch.float16, (tokens, heads, DIM), device)
-    if heads % cache.kv_heads:
-        raise InputError(f"query is {list(query.shape)}: expected a multiple of the {cache.kv_heads} KV heads.")
-    if start < 0:
-        raise InputError(f"start is {start}: expected a position.")
-    if gate is not None:
-        check_heads("gate", gate, (tokens, heads, DIM), device)
+def _checked_output(x: Tensor, weight: Weight, out: Tensor | None) -> Tensor:
+    rows, columns = weight.shape
+    if x.dim() != 2 or x.shape[0] < 1:
+        raise InputError(f"x is {list(x.shape)}: expected [T, {columns}].")
+    check("x", x, torch.float16, (x.shape[0], columns), weight.words.device)
     if out is None:
-        out = torch.empty(tokens, heads * DIM, dtype=torch.float16, device=device)
-    check("out", out, torch.float16, (tokens, heads * DIM), device)
+        return torch.empty(x.shape[0], rows, dtype=torch.float16, device=x.device)
+    check("out", out, torch.float16, (x.shape[0], rows), x.device)
     return out

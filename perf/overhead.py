@@ -17,13 +17,18 @@ from ..runtime.proxy.assembly import AnswerStyle, Assembler
 from .scripted_server import ScriptedServer, scripted_server
 
 _SILENCE_SECONDS = 30.0
+_APART_SECONDS = 0.02  # between the requests of clients that read at once: each first token is to be seen by itself
 _SAMPLES = 20  # of memory
 _SHORT_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class StreamCost:
-    """`rates`: tokens a second of each answer after its first; `share`: their median over the engine's pace."""
+    """`rates`: tokens a second of each answer after its first; `share`: their median over the engine's pace.
+
+    `first_byte_ms`: from the first token in the proxy to its first byte at the client, at most: connecting, and what the
+    server does before it hands the request to the ranks, is in it.
+    """
 
     clients: int
     rates: list[float]
@@ -124,19 +129,20 @@ def _read_together(server: ScriptedServer, clients: int, tokens: int) -> list[_R
     raw = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {server.host}\r\nContent-Type: application/json\r\n"
     request = f"{head}Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode() + raw
-    readings = []
+    readings: list[_Reading] = []
+    begin, whole = time.perf_counter(), 0
     with selectors.DefaultSelector() as selector:
-        for _ in range(clients):
-            sock = socket.create_connection((server.host, server.port))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            reading = _Reading(sock, time.perf_counter())
-            sock.sendall(request)
-            selector.register(sock, selectors.EVENT_READ, reading)
-            readings.append(reading)
-        open_count = clients
-        while open_count:
-            ready = selector.select(_SILENCE_SECONDS)
-            if not ready:
+        while whole < clients:
+            due = begin + _APART_SECONDS * len(readings)
+            if len(readings) < clients and time.perf_counter() >= due:
+                sock = socket.create_connection((server.host, server.port))
+                readings.append(_Reading(sock, time.perf_counter()))
+                sock.sendall(request)
+                selector.register(sock, selectors.EVENT_READ, readings[-1])
+                continue
+            patience = _SILENCE_SECONDS if len(readings) == clients else max(due - time.perf_counter(), 0)
+            ready = selector.select(patience)
+            if not ready and patience == _SILENCE_SECONDS:
                 raise CheckFailed(f"no byte of an answer in {_SILENCE_SECONDS:g} s.")
             for key, _ in ready:
                 data = key.data.sock.recv(1 << 16)
@@ -145,7 +151,7 @@ def _read_together(server: ScriptedServer, clients: int, tokens: int) -> list[_R
                 if key.data.take(data, time.perf_counter()):
                     selector.unregister(key.data.sock)
                     key.data.sock.close()
-                    open_count -= 1
+                    whole += 1
     return readings
 
 

@@ -5,13 +5,8 @@ machine both sides of a ratio then suffer alike.
 """
 
 import functools
-import os
 import shutil
 import statistics
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,11 +17,12 @@ import torch
 
 from ..checkpoint.encodings import fp8, nvfp4
 from ..checkpoint.encodings.plain import to_bf16
-from ..checkpoint.errors import DuovoltError, InputError
+from ..checkpoint.errors import InputError
 from ..checkpoint.layouts import ROWS
 from ..convert.quantisers import QUANTISERS, compiled
 from ..convert.quantisers.bands import BandEncoder
 from .peers import Peer, fp8_peer, nvfp4_peer
+from .processes import copy_files, run_duovolt, timed
 from .specimen import write_source
 
 BAND_ROWS = 4 * ROWS
@@ -84,23 +80,17 @@ def quantise_fp8(weight: np.ndarray, encoder: BandEncoder, pool: ThreadPoolExecu
     return list(pool.map(work, bands))
 
 
-def _seconds(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
 def _race(what: str, weight: np.ndarray, ours: Callable[[], object], peer: Peer, rounds: int) -> Race:
     tensor = torch.from_numpy(weight).view(torch.bfloat16)
     quantise, missing = peer.quantise, peer.missing
     mine: list[float] = []
     theirs: list[float] = []
     for _ in range(rounds):
-        mine.append(_seconds(ours))
+        mine.append(timed(ours))
         if quantise is None:
             continue
         try:
-            theirs.append(_seconds(functools.partial(quantise, tensor)))
+            theirs.append(timed(functools.partial(quantise, tensor)))
         except Exception as error:  # a peer of another version: the figure is left out, with the reason
             quantise, missing = None, f"{type(error).__name__}: {error}".splitlines()[0]
     ratio = statistics.median(b / a for a, b in zip(mine, theirs, strict=True)) if quantise is not None else None
@@ -133,50 +123,6 @@ def race_quantisers(rows: int, columns: int, rounds: int, workers: int, arithmet
     return str(loops), races
 
 
-class _AnonymousPeak(threading.Thread):
-    """Watches the anonymous memory of a process until it ends."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self.status, self.peak = Path(f"/proc/{pid}/status"), 0
-
-    def run(self) -> None:
-        while True:
-            try:
-                lines = self.status.read_text().splitlines()
-            except OSError:
-                return
-            found = [int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")]
-            if not found:
-                return  # a zombie has no memory
-            self.peak = max(self.peak, found[0])
-            time.sleep(0.02)
-
-
-def _convert(source: Path, target: Path, workers: int, recipe: str) -> int:
-    """Run `duovolt convert` as a process; its peak of anonymous memory in bytes."""
-    command = [sys.executable, "-m", "duovolt", "convert", source, target, "--recipe", recipe]
-    process = subprocess.Popen(
-        [*map(str, command), "--workers", str(workers), "--quiet"], stderr=subprocess.PIPE, text=True
-    )
-    watch = _AnonymousPeak(process.pid)
-    watch.start()
-    _, errors = process.communicate()
-    watch.join()
-    if process.returncode:
-        raise DuovoltError(f"the conversion of the benchmark failed: {errors.strip()}")
-    return watch.peak
-
-
-def _copy(source: Path, target: Path) -> None:
-    """`cp` and fsync: what any tool that writes as much must pay."""
-    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
-    for path in [*target.iterdir(), target]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
 def race_conversion(work: Path, nbytes: int, rounds: int, workers: int, recipe: str) -> Conversion:
     """Convert a synthetic checkpoint of about `nbytes` under `work` (a new directory, removed again), and copy it.
 
@@ -188,10 +134,12 @@ def race_conversion(work: Path, nbytes: int, rounds: int, workers: int, recipe: 
         total = write_source(work / "source", nbytes)
         converts, copies, peaks = [], [], []
         for round_ in range(rounds):
-            copies.append(_seconds(lambda: _copy(work / "source", work / "copy")))
+            copies.append(timed(lambda: copy_files(work / "source", work / "copy")))
             shutil.rmtree(work / "copy")
             target = work / f"converted-{round_}"
-            converts.append(_seconds(lambda: peaks.append(_convert(work / "source", target, workers, recipe))))  # noqa: B023
+            found = run_duovolt("convert", work / "source", target, "--recipe", recipe, "--workers", workers, "--quiet")
+            converts.append(found.seconds)
+            peaks.append(found.peak_anonymous)
             shutil.rmtree(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)

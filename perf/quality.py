@@ -1,4 +1,5 @@
-"""Quality of a checkpoint on held-out text: bits per byte, known words in greedy continuations, draft acceptance.
+"""Quality of a checkpoint on held-out text: bits per byte, perplexity, divergence from a reference, known words in greedy
+continuations, draft acceptance.
 
 Everything runs on our own engine, so that the figures of two recipes differ by their weights alone.
 """
@@ -18,6 +19,7 @@ from ..runtime.engine.engine import Engine
 from ..runtime.engine.loading import EngineSettings, load_engine
 from ..runtime.messages import GenerateRequest, SamplingParams, TokenEvent
 from ..runtime.parallel.base import SoloCollective
+from .divergence import Divergence, Predictor, divergence
 
 DOCUMENT_START = "<|endoftext|>"
 DOCUMENT = re.compile(r"^=== document: .* ===$", re.MULTILINE)
@@ -26,10 +28,14 @@ WORD = re.compile(r"(?<![A-Za-z_])[a-z]{2,}(?![A-Za-z_])")  # prose, not parts o
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures and what they were measured on. Shares are 0 to 1, `tokens_per_second` those of this machine's CPU."""
+    """Figures and what they were measured on. Shares are 0 to 1, `tokens_per_second` those of this machine's CPU.
+
+    `divergence` is None where there is no reference to be measured against.
+    """
 
     bits_per_byte: float
     scored_bytes: int
+    scored_tokens: int
     known_word_share: float
     words: int
     drafts: int
@@ -37,6 +43,12 @@ class Quality:
     accepted: int
     generated_tokens: int
     tokens_per_second: float
+    divergence: Divergence | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood of a token, in nats."""
+        return math.exp(self.bits_per_byte * self.scored_bytes * math.log(2) / max(1, self.scored_tokens))
 
     @property
     def acceptance(self) -> float:
@@ -71,30 +83,39 @@ def _finish(engine: Engine) -> Iterator[TokenEvent]:
         yield from engine.step()[1]
 
 
-def _score(
-    engine: Engine, tokenizer: Tokenizer, texts: list[str], protocol: Protocol, tick: Callable[[int], None]
-) -> tuple[float, int]:
-    """(bits, bytes): every token of each text is predicted once, the first from the document's start token."""
+def _windows(tokenizer: Tokenizer, texts: list[str], protocol: Protocol) -> Iterator[tuple[int, list[list[int]]]]:
+    """For each text, its bytes and windows: every token is predicted once, the first from the document's start token."""
     start = tokenizer.token_to_id(DOCUMENT_START)
     if start is None:
         raise InputError(f"the tokenizer has no {DOCUMENT_START}; give a checkpoint of the family.")
-    nats, total = 0.0, 0
+    total = 0
     for text in texts:
         if total >= protocol.score_bytes:
-            break
+            return
         text = text.encode()[: protocol.score_bytes - total].decode(errors="ignore")
         ids = [start, *tokenizer.encode(text, add_special_tokens=False).ids]
-        for first in range(0, len(ids) - 1, protocol.window):
-            window = ids[first : first + protocol.window + 1]
+        size, step = len(text.encode()), protocol.window
+        total += size
+        yield size, [ids[first : first + step + 1] for first in range(0, len(ids) - 1, step)]
+
+
+def _score(
+    engine: Engine, tokenizer: Tokenizer, texts: list[str], protocol: Protocol, tick: Callable[[int], None]
+) -> tuple[float, int, int]:
+    """(bits, bytes, tokens) of the texts' windows."""
+    nats, total, tokens = 0.0, 0, 0
+    for size, windows in _windows(tokenizer, texts, protocol):
+        for window in windows:
             sampling = SamplingParams(temperature=0.0, logprobs=1)
             engine.add(GenerateRequest(1, window, 0, [], False, sampling, echo_logprobs=True))
             for event in _finish(engine):
                 if event.error:
                     raise InputError(event.error)
                 nats -= sum(entry.logprob for entry in event.prompt_logprobs)
-        total += len(text.encode())
-        tick(len(text.encode()))
-    return nats / math.log(2), total
+                tokens += len(event.prompt_logprobs)
+        total += size
+        tick(size)
+    return nats / math.log(2), total, tokens
 
 
 def _continue(
@@ -134,8 +155,18 @@ def _prompts(tokenizer: Tokenizer, texts: list[str], protocol: Protocol) -> list
     return found
 
 
-def measure(directory: Path, text: str, words: set[str], protocol: Protocol, tick: Callable[[int], None]) -> Quality:
-    """Measure one directory: a source, converted or rank-0-of-1 directory. Raises InputError."""
+def measure(
+    directory: Path,
+    text: str,
+    words: set[str],
+    protocol: Protocol,
+    tick: Callable[[int], None],
+    against: Predictor | None = None,
+) -> Quality:
+    """Measure one directory: a source, converted or rank-0-of-1 directory. `against`: the reference of the divergence.
+
+    Raises InputError.
+    """
     path = directory / "tokenizer.json"
     if not path.exists():
         raise InputError(f"{path}: no such file; quality is measured on text, which needs the tokenizer.")
@@ -145,7 +176,11 @@ def measure(directory: Path, text: str, words: set[str], protocol: Protocol, tic
     settings = EngineSettings(max_context=context, drafts=protocol.drafts)
     engine = load_engine(directory, SoloCollective(), settings)
     texts = documents(text)
-    bits, scored = _score(engine, tokenizer, texts, protocol, tick)
+    bits, scored, tokens = _score(engine, tokenizer, texts, protocol, tick)
+    found = None
+    if against is not None:  # what a window predicts, its last token excepted: nothing follows it
+        windows = [window[:-1] for _, group in _windows(tokenizer, texts, protocol) for window in group]
+        found = divergence(against, Predictor(directory, protocol.window), windows, lambda count: None)
     started = time.perf_counter()
     answers, proposed, accepted = _continue(engine, _prompts(tokenizer, texts, protocol), protocol, tick)
     seconds = time.perf_counter() - started
@@ -155,6 +190,7 @@ def measure(directory: Path, text: str, words: set[str], protocol: Protocol, tic
     return Quality(
         bits_per_byte=bits / max(1, scored),
         scored_bytes=scored,
+        scored_tokens=tokens,
         known_word_share=known / max(1, seen),
         words=seen,
         drafts=protocol.drafts,
@@ -162,4 +198,5 @@ def measure(directory: Path, text: str, words: set[str], protocol: Protocol, tic
         accepted=accepted,
         generated_tokens=generated,
         tokens_per_second=generated / max(seconds, 1e-9),
+        divergence=found,
     )

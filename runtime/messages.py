@@ -28,6 +28,20 @@ class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: int = 0
 
 
+class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an answer must read as; the tokens that may come next follow from the tokens before, alike on every rank.
+
+    text    the grammar as the llguidance library writes it down
+    after   the token from which it holds (the end of the reasoning): what comes up to it is free, but the answer may not
+            end there; None: from the first token
+    ends    ids that end an answer; allowed where the grammar is fulfilled
+    """
+
+    text: str
+    after: int | None
+    ends: list[int]
+
+
 class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
     """One answer to make.
 
@@ -40,6 +54,7 @@ class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
                     (`sampling.logprobs` must be 1 or more)
     rope_positions  three rows (time, height, width) of the prompt's rotary positions where it holds images; None: the
                     token's index. Tokens after the prompt go on from the largest of them plus one
+    grammar         what the answer must read as; None: anything
     """
 
     request_id: int
@@ -50,6 +65,7 @@ class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
     sampling: SamplingParams
     echo_logprobs: bool = False
     rope_positions: list[list[int]] | None = None
+    grammar: Grammar | None = None
 
 
 class CancelRequest(Struct, tag="cancel", forbid_unknown_fields=True):
@@ -76,6 +92,8 @@ class TokenEvent(Struct):
     proposed         drafts judged in this step; `accepted`: those of them that stood
     prompt_tokens    length of the prompt
     prompt_logprobs  entries of the prompt tokens that this step read, if `echo_logprobs` asked for them
+    admitted         the request has got its lane: the first event of every answer, without tokens
+    cached_tokens    with `admitted`: prompt tokens that need not be read, because a cache holds them
     """
 
     request_id: int
@@ -87,6 +105,8 @@ class TokenEvent(Struct):
     prompt_tokens: int
     prompt_logprobs: list[TokenLogprob] = []
     error: str = ""
+    admitted: bool = False
+    cached_tokens: int = 0
 
 
 class StepRecord(Struct):

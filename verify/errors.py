@@ -72,6 +72,8 @@ class ErrorSums:
     weight2: float = 0.0
     decoded2: float = 0.0
     product: float = 0.0
+    nonzero: int = 0
+    flushed: int = 0
 
     def add(self, weight: np.ndarray, decoded: np.ndarray) -> None:
         """Take in a band of float32 values."""
@@ -82,6 +84,8 @@ class ErrorSums:
         self.weight2 += float(w @ w)
         self.decoded2 += float(d @ d)
         self.product += float(w @ d)
+        self.nonzero += int(np.count_nonzero(w))
+        self.flushed += int(np.count_nonzero((w != 0) & (d == 0)))
 
     def row(self, tensor: str, encoding: str) -> ErrorRow:
         """The measures; a tensor of zeros has relative error 0 and cosine 1 if it decodes to zeros."""
@@ -93,4 +97,5 @@ class ErrorSums:
             max_abs=self.max_abs,
             relative_l2=0.0 if exact else (self.error2 / self.weight2) ** 0.5 if self.weight2 else float("inf"),
             cosine=1.0 if exact else self.product / norms if norms else 0.0,
+            flushed=self.flushed / self.nonzero if self.nonzero else 0.0,
         )

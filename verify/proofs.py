@@ -1,6 +1,5 @@
 """`verify`: every proof that the given directories allow, one after the other; a failed one does not stop the rest."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint.bands import CanonicalReader
@@ -13,8 +12,7 @@ from .scan import BytesProofs, scan
 from .source import open_source, prove_source, with_second
 from .stage import StageView, open_stage, prove_inventory
 from .whole import prove_joined
-
-Advance = Callable[[int], None]
+from .workers import Advance
 
 
 def work_bytes(source: Path | None, converted: Path | None, ranks: Path | None, downloaded: Path | None = None) -> int:

@@ -45,15 +45,26 @@ class Proof(msgspec.Struct, kw_only=True):
         if len(self.failures) < MAX_LISTED:
             self.failures.append(Failure(message=message, **where))
 
+    def take(self, part: "Proof") -> None:
+        """Add the failures of a part of this proof that was run apart."""
+        if part.failure_count:
+            self.status = "failed"
+            self.failure_count += part.failure_count
+            self.failures += part.failures[: MAX_LISTED - len(self.failures)]
+
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one quantised weight is from its source. `max_abs` in the weight's unit; `relative_l2` = |w - d| / |w|."""
+    """How far one quantised weight is from its source. `max_abs` in the weight's unit; `relative_l2` = |w - d| / |w|.
+
+    `flushed`: share of the non-zero values that became zero, 0 to 1.
+    """
 
     tensor: str
     encoding: str
     max_abs: float
     relative_l2: float
     cosine: float
+    flushed: float
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -96,6 +107,7 @@ def describe_errors(rows: list[ErrorRow]) -> list[str]:
         lines.append(
             f"{encoding}: {len(mine)} tensors against the source: relative L2 up to {worst.relative_l2:.5f} "
             f"({worst.tensor}), cosine from {min(row.cosine for row in mine):.6f}, "
-            f"largest difference {max(row.max_abs for row in mine):.4g}"
+            f"largest difference {max(row.max_abs for row in mine):.4g}, "
+            f"at most {max(row.flushed for row in mine):.3%} of the non-zero values became zero"
         )
     return lines

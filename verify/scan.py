@@ -4,10 +4,7 @@ digests of the whole tensors that the ranks give when joined.
 Files are scanned beside one another, and the ranks' files of one name in step, so that each byte is read once.
 """
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,14 +21,12 @@ from .lockstep import JoinPlan, join_plan
 from .report import Proof, Report
 from .stage import StageView, whole_shapes
 from .words import canonical_index, hex_word
-
-Advance = Callable[[int], None]
+from .workers import Advance, run_beside
 
 E4M3_NAN = 0x7F  # without the sign
 FLOAT_SCALES = ("row_scale", "tensor_scale", "tile_scale", "global_scale")  # stored as F32
 LEAST_NOT_FINITE = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}  # as words, without the sign
 
-WORKERS = 8  # more would only wait for the disk or for memory
 MEMORY = 256 << 20  # bytes of blocks that all workers may hold together
 
 
@@ -156,10 +151,15 @@ def _entries(view: StageView, name: str) -> dict[str, TensorEntry]:
     return {} if header is None else header.tensors
 
 
+def _block_bytes(streams: int) -> int:
+    """Bytes a read, where so many files are read in step."""
+    return min(BLOCK, MEMORY // 4 // streams)
+
+
 def _scan_file(views: Sequence[StageView], name: str, plans: dict[str, JoinPlan], advance: Advance) -> Scan:
     """Read the file `name` of all `views` in step. Raises OSError or DuovoltError if one of them cannot be read."""
     found = Scan()
-    block_bytes = min(BLOCK, MEMORY // 4 // len(views))
+    block_bytes = _block_bytes(len(views))
     readers: list[_Reader] = []
     try:
         for view in views:
@@ -242,37 +242,16 @@ def _tasks(alone: Iterable[StageView], ranks: Sequence[StageView]) -> list[Calla
     return [task for _, task in sorted(sized, key=lambda pair: -pair[0])]
 
 
-class _Stopped(Exception):
-    """Another file's scan ended in an exception, or the user interrupted."""
-
-
 def scan(alone: Sequence[StageView], ranks: Sequence[StageView], advance: Advance) -> Scan:
     """Read every file of every directory once. `ranks`: all ranks of one split, which are joined on the way.
 
     `advance` is called with bytes read. What cannot be read is noted with its file.
     """
-    lock, stop = threading.Lock(), threading.Event()
-
-    def tell(count: int) -> None:
-        if stop.is_set():
-            raise _Stopped
-        with lock:
-            advance(count)
-
-    together = max(1, len(ranks)) * (min(BLOCK, MEMORY // 4 // max(1, len(ranks))) + LARGEST)
-    workers = max(1, min(WORKERS, os.cpu_count() or 1, MEMORY // together))
+    together = max(1, len(ranks)) * (_block_bytes(max(1, len(ranks))) + LARGEST)
     result = Scan()
-    with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(task, tell) for task in _tasks(alone, ranks)]
-        try:
-            for future in futures:
-                found = future.result()
-                result.files |= found.files
-                result.joined |= found.joined
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for found in run_beside(_tasks(alone, ranks), advance, MEMORY // together):
+        result.files |= found.files
+        result.joined |= found.joined
     return result
 
 

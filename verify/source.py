@@ -1,6 +1,5 @@
 """Source to converted: kept words are equal, quantised values are within half a step, nothing is missing."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,16 @@ from ..checkpoint.errors import DuovoltError, InputError
 from ..checkpoint.manifest import Manifest, SourceRef, TensorRecord
 from ..checkpoint.sources import declaration_of, read_form, without_quantisation
 from ..checkpoint.sources.stored import ACTIVATION_SCALES
-from ..model.config import without_mtp
-from ..model.inventory import DRAFT_HEAD, DRAFT_IDS, EMBED, HEAD
+from ..model.config import ModelConfig, without_mtp
+from ..model.inventory import DRAFT_HEAD, DRAFT_IDS, EMBED, HEAD, inventory
 from ..model.names import family_name
 from .errors import ALLOWANCES, PLAIN, Allowance, ErrorSums, fp8_bound, nvfp4_bound
-from .report import Proof, Report
+from .identity import prove_identity
+from .report import ErrorRow, Proof, Report
 from .stage import StageView
 from .whole import UNREADABLE
 from .words import bands_of, first_difference
-
-Advance = Callable[[int], None]
+from .workers import Advance, run_beside
 
 QUANTISATION_FILES = {"hf_quant_config.json"}  # would lie about the converted directory; kept inside the manifest
 
@@ -64,11 +63,43 @@ class _SourceProofs:
     digests: Proof
     kept: Proof
     quantised: Proof
-    report: Report
     allowance: Allowance
     second: list[str]
+    errors: list[ErrorRow] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
+    compared: int = 0
+    imported: int = 0
+
+    def of_weight(self, weight: str, names: dict[str, str], parts: dict[str, TensorRecord]) -> "_SourceProofs":
+        """What one weight adds; `names` and `parts` by the parts' names."""
+        try:
+            if quantised_here(parts):
+                self.measure(weight, names, parts)
+                return self
+            for part, name in names.items():
+                self.compare_kept(name, parts[part])
+                self.compared += 1
+            self.imported += "words" in parts
+        except (*UNREADABLE, LookupError) as error:
+            self.kept.fail(f"cannot be compared: {error}", tensor=weight)
+        return self
+
+    def apart(self, advance: Advance) -> "_SourceProofs":
+        """Empty proofs of the same kind, for a weight that is compared on another thread."""
+        digests, kept, quantised = (Proof(name=proof.name) for proof in (self.digests, self.kept, self.quantised))
+        return _SourceProofs(self.source, self.reader, advance, digests, kept, quantised, self.allowance, self.second)
+
+    def take(self, part: "_SourceProofs") -> None:
+        """Add what was found apart."""
+        self.digests.take(part.digests)
+        self.kept.take(part.kept)
+        self.quantised.take(part.quantised)
+        self.errors += part.errors
+        self.seen |= part.seen
+        self.elsewhere |= part.elsewhere
+        self.compared += part.compared
+        self.imported += part.imported
 
     def entry(self, ref: SourceRef) -> TensorEntry | None:
         """The source tensor that a record names, if its header says the same."""
@@ -119,6 +150,9 @@ class _SourceProofs:
         record = parts["words"]
         ref = record.sources[0]
         entry = self.entry(ref)
+        for part, other in parts.items():
+            if other.sources != record.sources:
+                self.digests.fail("its parts name different sources", tensor=names[part])
         if entry is None:
             return
         decoded_weight = DecodedWeight(weight, {part: (names[part], parts[part]) for part in parts})
@@ -137,7 +171,7 @@ class _SourceProofs:
                 self.quantised.fail("further than half a step from the source", tensor=weight, file=str(entry.path),
                                     index=[at[0] + first, at[1]], found=f"{decoded[at]:.9g}",
                                     expected=f"{values[at]:.9g}")  # fmt: skip
-        self.report.errors.append(sums.row(weight, record.encoding))
+        self.errors.append(sums.row(weight, record.encoding))
         self.check_digest(ref, entry, digest.hexdigest())
 
     def _bound(
@@ -241,6 +275,12 @@ def with_second(source: Checkpoint, second: Path) -> Checkpoint:
     return replace(source, tensors={n: e for n, e in taken.items() if n not in form.dropped} | source.tensors)
 
 
+def _counts(config: ModelConfig) -> dict[str, int]:
+    """Weights of each part of the model that have a source of their own."""
+    specs = [spec for spec in inventory(config).values() if spec.name not in (DRAFT_HEAD, DRAFT_IDS)]
+    return {group: sum(spec.group == group for spec in specs) for group in ("text", "mtp", "vision")}
+
+
 def prove_source(
     source: Checkpoint, view: StageView, reader: CanonicalReader, report: Report, advance: Advance
 ) -> None:
@@ -255,35 +295,32 @@ def prove_source(
         report.begin("source -> converted: source bytes"),
         report.begin("source -> converted: kept words"),
         report.begin("source -> converted: quantised values"),
-        report,
         ALLOWANCES.get(str(manifest.recipe.get("quantiser")), PLAIN),
         manifest.source.second,
     )  # fmt: skip
-    kept = imported = 0
     try:
         weights = weights_of(manifest)
     except InputError as error:
         proofs.kept.fail(str(error))
         return
+    tasks = []
     for weight, names in weights.items():
         if weight in (DRAFT_HEAD, DRAFT_IDS):  # compared with the head, which is compared here
             continue
         parts = {part: manifest.tensors[name] for part, name in names.items()}
-        try:
-            if quantised_here(parts):
-                proofs.measure(weight, names, parts)
-                continue
-            for part, name in names.items():
-                proofs.compare_kept(name, parts[part])
-                kept += 1
-            imported += "words" in parts
-        except (*UNREADABLE, LookupError) as error:
-            proofs.kept.fail(f"cannot be compared: {error}", tensor=weight)
+        tasks.append(lambda tell, one=(weight, names, parts): proofs.apart(tell).of_weight(*one))
+    for found in run_beside(tasks, advance):
+        proofs.take(found)
+    report.errors += proofs.errors
     _check_dropped(source, manifest, proofs)
     for name in sorted(source.tensors.keys() - proofs.seen):
         proofs.digests.fail("in the source, but nothing was made from it", tensor=name,
                             file=str(source.tensors[name].path))  # fmt: skip
     _compare_side_files(source, manifest, config, report)
+    if proofs.elsewhere or view.config is None:
+        report.skip("source -> converted: conversion id", "needs every source, and a readable configuration")
+    else:
+        prove_identity(source, manifest, _counts(view.config), report)
     if proofs.elsewhere:
         report.notes.append(
             f"{len(proofs.elsewhere)} tensors were taken from a second source: give it with --mtp-from to compare them."
@@ -292,7 +329,9 @@ def prove_source(
     left_out = f", {len(manifest.source.dropped)} of them left out as recorded" if manifest.source.dropped else ""
     proofs.digests.detail = f"{compared} tensors, each the one that was converted{left_out}"
     repacked = (
-        f", among them the words and scales of {imported} weights that the source has quantised" if imported else ""
+        f", among them the words and scales of {proofs.imported} weights that the source has quantised"
+        if proofs.imported
+        else ""
     )
-    proofs.kept.detail = f"{kept} tensors equal word for word{repacked}"
+    proofs.kept.detail = f"{proofs.compared} tensors equal word for word{repacked}"
     proofs.quantised.detail = f"{len(report.errors)} weights, every value within half a step of its encoding"

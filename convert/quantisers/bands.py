@@ -4,12 +4,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...checkpoint.encodings import words_of
 from ...checkpoint.encodings.nvfp4 import GROUP
 from ...checkpoint.encodings.plain import to_float32
 from ...checkpoint.layouts import CANONICAL, layout_named
 from . import QUANTISERS, search
 from .compiled import Loops
+from .flushed import FIELDS, nonzero_codes
 
+BAND_BYTES = 4 << 20  # quantised at a time by one thread; float32 temporaries are a few times larger
 COMPILED = {"default", "search"}  # quantisers that have loops; the libraries' are rarely wanted in bulk
 _TILED = {CANONICAL: False, "v100-nvfp4": True, "v100-scale": True, "v100-fp8": True}
 
@@ -24,6 +27,19 @@ class BandEncoder:
 
     quantiser: str
     loops: Loops
+
+    @property
+    def band_bytes(self) -> int:
+        """Source bytes wanted at a time."""
+        return BAND_BYTES
+
+    @property
+    def most_at_once(self) -> int | None:
+        """Bands in flight, if fewer than there are workers."""
+        return None
+
+    def __str__(self) -> str:
+        return str(self.loops)
 
     def _compiled(self, columns: int, *layouts: str) -> bool:
         known = all(layout in _TILED for layout in layouts)
@@ -48,6 +64,13 @@ class BandEncoder:
         else:
             self.loops.module.nvfp4(values, scale, found, found_scales, *tiled)  # type: ignore[union-attr]
         return found.view(np.uint8), found_scales
+
+    def nonzero(self, words: np.ndarray, encoding: str) -> int:
+        """Number of codes among stored words that are not a zero."""
+        if self.loops.module is None or words.nbytes % 8:
+            return nonzero_codes(words, encoding)
+        wide = np.require(words, requirements=["C", "W"]).reshape(-1).view(np.uint64)
+        return int(self.loops.module.nonzero_codes(wide, *FIELDS[words_of(encoding)]))
 
     def fp8(self, source: np.ndarray, dtype: str, scales: np.ndarray, layout: str) -> np.ndarray:
         """Stored words (uint8) for the row scales that the quantiser gave, float32 [rows]."""

@@ -9,6 +9,7 @@ Checked against files that compressed-tensors 0.20 and llmcompressor 0.14 wrote 
 import numpy as np
 
 from ...checkpoint.encodings import fp8, nvfp4
+from ...checkpoint.errors import InputError
 from .rounding import block_amax, e2m1, e4m3, per_column, through
 
 # One global scale each; the two halves of a Gated DeltaNet projection are not among the library's fused matrices.
@@ -24,11 +25,20 @@ _ZERO_SCALE = {
 
 
 def divisor(amax: float, dtype: str) -> np.float32:
-    """weight_global_scale = bf16(bf16(1 / amax) x 2688) for the largest magnitude of a matrix and its partners; 1 for 0."""
+    """weight_global_scale = bf16(bf16(1 / amax) x 2688) for the largest magnitude of a matrix and its partners; 1 for 0.
+
+    Raises InputError where that is beyond the dtype's range: the library itself writes infinity.
+    """
     if not amax:
         return np.float32(1)
     inverse = through(np.float32(1) / np.float32(amax), dtype)
-    return np.float32(through(inverse * np.float32(2688), dtype))
+    found = np.float32(through(inverse * np.float32(2688), dtype))
+    if not np.isfinite(found):
+        raise InputError(
+            f"a largest magnitude of {amax:.3g} has no compressed-tensors scale in {dtype} (the library writes infinity). "
+            "Use another quantiser."
+        )
+    return found
 
 
 def nvfp4_words(weight: np.ndarray, scale: np.float32, dtype: str) -> tuple[np.ndarray, np.ndarray]:

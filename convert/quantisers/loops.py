@@ -280,3 +280,16 @@ def row_tops(words, mask, tops):
         for j in range(words.shape[1]):
             top = max(top, words[r, j] & mask)
         tops[r] = top
+
+
+@_jit
+def nonzero_codes(words, mask, high):
+    """Number of codes that are not a zero (flushed.py) among uint64 `words`."""
+    count = U64(0)
+    for word in words:
+        flags = ((word & mask) + mask) & high
+        flags -= (flags >> U64(1)) & U64(0x5555555555555555)
+        flags = (flags & U64(0x3333333333333333)) + ((flags >> U64(2)) & U64(0x3333333333333333))
+        flags = (flags + (flags >> U64(4))) & U64(0x0F0F0F0F0F0F0F0F)
+        count += (flags * U64(0x0101010101010101)) >> U64(56)
+    return count

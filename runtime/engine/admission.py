@@ -30,7 +30,19 @@ def fault_of_request(request: GenerateRequest, max_context: int, vocabulary: int
         return "echo_logprobs needs sampling.logprobs of 1 or more."
     if request.rope_positions is not None and (fault := _rope_fault(request.rope_positions, len(prompt))):
         return fault
+    if request.grammar is not None and (fault := _grammar_fault(request, vocabulary)):
+        return fault
     return fault_of(request.sampling, vocabulary)
+
+
+def _grammar_fault(request: GenerateRequest, vocabulary: int) -> str | None:
+    assert request.grammar is not None
+    ends = request.grammar.ends
+    if not ends or any(not 0 <= token < vocabulary for token in ends):
+        return f"grammar.ends is {ends}, expected ids below {vocabulary}, at least one."
+    if request.ignore_eos or not set(ends) <= set(request.stop_ids):
+        return "an answer with a grammar must end where its `ends` say: they must be stop ids, and not be ignored."
+    return None
 
 
 def _rope_fault(rows: list[list[int]], length: int) -> str | None:

@@ -7,6 +7,7 @@ from its own hidden states, is written again once the target has passed there.
 import torch
 from torch import Tensor
 
+from ..grammar import GrammarFault
 from .cache import Cache
 from .lane import Lane
 from .model import Batch, Model, Segment
@@ -53,7 +54,10 @@ def _draw(active: list[tuple[Lane, int, Draft]], logits: Tensor) -> list[int]:
         if not bool(torch.isfinite(row.max())):  # NaN, infinity, or no token at all; a reduced head leaves -inf
             continue
         position = len(lane.tokens) + len(draft.tokens)
-        token, source = lane.sampler.choose(row, position, Purpose.DRAFT, draft.tokens)
+        try:
+            token, source = lane.sampler.choose(row, position, Purpose.DRAFT, draft.tokens)
+        except GrammarFault:  # if the answer comes here, judging says so
+            continue
         draft.tokens.append(token)
         draft.distributions.append(source)
         if len(draft.tokens) < count:

@@ -5,15 +5,18 @@ steps do the same work and produce the same records.
 """
 
 from collections import deque
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...checkpoint.errors import InputError
+from ..grammar import GrammarFault
 from ..messages import GenerateRequest, StepRecord, TokenEvent, TokenLogprob
 from ..parallel.base import Collective
 from .admission import answer_limit, fault_of_request
 from .cache import Cache
+from .constraint import Constraint
 from .drafting import make_drafts
 from .lane import Lane
 from .model import Batch, Model, Segment
@@ -30,6 +33,7 @@ class Engine:
     drafts        MTP drafts a round, 0 .. 5
     n_sampleable  ids 0 .. n_sampleable - 1 may be drawn; later rows of the head are padding
     pages         pages of the pools; None: enough for every lane at full context
+    tokenizer     the tokenizer's file, without which requests with a grammar are refused
     drafts_from   instead of the MTP layer's drafts: those of each round of an answer, none after the last
     """
 
@@ -45,6 +49,7 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         pages: int | None = None,
         drafts_from: list[list[int]] | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
         weights = model.weights
         vocabulary = weights.config.text.vocab_size
@@ -65,6 +70,7 @@ class Engine:
         self.n_sampleable = n_sampleable
         self._chunk = prefill_chunk
         self._forced = drafts_from
+        self._tokenizer = tokenizer
         self._waiting: deque[GenerateRequest] = deque()
         self._lanes: list[Lane | None] = [None] * lanes
         self._order: list[Lane] = []  # lanes in the order of admission
@@ -121,9 +127,23 @@ class Engine:
             if not self.cache.claim(index, len(request.prompt) + limit):
                 return  # first come, first served: later and smaller requests wait behind it
             self._waiting.popleft()
-            lane = Lane(index, request, limit, self.n_sampleable)
+            try:
+                constraint = self._constraint(request)
+            except GrammarFault as error:
+                self.cache.release(index)
+                self._finish_event(request, "error", f"the grammar: {error}")
+                continue
+            lane = Lane(index, request, limit, self.n_sampleable, constraint)
             self._lanes[index] = lane
             self._order.append(lane)
+            self._events.append(TokenEvent(request.request_id, [], [], None, 0, 0, len(request.prompt), admitted=True))
+
+    def _constraint(self, request: GenerateRequest) -> Constraint | None:
+        if request.grammar is None:
+            return None
+        if self._tokenizer is None:
+            raise GrammarFault("this engine has no tokenizer to read it with.")
+        return Constraint(request.grammar, self._tokenizer, self.n_sampleable)
 
     def _release(self, lane: Lane) -> None:
         self.cache.release(lane.index)
@@ -199,7 +219,12 @@ class Engine:
             self._release(lane)
             self._finish_event(lane.request, "error", fault)
             return
-        verdict = judge(lane.sampler, logits, draft, len(lane.tokens))
+        try:
+            verdict = judge(lane.sampler, logits, draft, len(lane.tokens))
+        except GrammarFault as error:
+            self._release(lane)
+            self._finish_event(lane.request, "error", f"the grammar: {error}")
+            return
         if hidden is not None:
             self.cache.commit(lane.index, verdict.accepted + 1)
             if self._uses_mtp:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..messages import GenerateRequest
+from .constraint import Constraint
 from .sampling import Sampler
 
 
@@ -16,11 +17,18 @@ class Lane:
     rounds   decode rounds so far
     """
 
-    def __init__(self, index: int, request: GenerateRequest, limit: int, vocabulary: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: GenerateRequest,
+        limit: int,
+        vocabulary: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.index = index
         self.request = request
         self.limit = limit
-        self.sampler = Sampler(request.sampling, request.prompt, vocabulary)
+        self.sampler = Sampler(request.sampling, request.prompt, vocabulary, constraint)
         self.tokens = list(request.prompt)
         self.read = 0
         self.rounds = 0

@@ -82,4 +82,5 @@ def load_engine(directory: Path, collective: Collective, settings: EngineSetting
         n_sampleable=sampleable,
         prefill_chunk=settings.prefill_chunk,
         drafts_from=settings.drafts_from,
+        tokenizer=path if (path := directory / "tokenizer.json").exists() else None,
     )

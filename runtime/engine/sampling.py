@@ -1,13 +1,19 @@
 """Choosing tokens for one answer: its parameters, its history, and random numbers that depend on nothing else."""
 
+from __future__ import annotations
+
 import math
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...kernels import reference as ops
 from ..messages import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from .constraint import Constraint
 
 MAX_LOGPROBS = 21  # the chosen token and twenty more
 # Bounds that keep adjusted logits finite in float32, far beyond any use.
@@ -50,10 +56,17 @@ def fault_of(params: SamplingParams, vocabulary: int) -> str | None:
 
 
 class Sampler:
-    """Draws the tokens of one answer. Logits are those of the `vocabulary` ids that may be drawn."""
+    """Draws the tokens of one answer. Logits are those of the `vocabulary` ids that may be drawn.
 
-    def __init__(self, params: SamplingParams, prompt: list[int], vocabulary: int) -> None:
+    A constraint takes the tokens that may not come next out of every distribution, the target's and the drafts' alike:
+    speculation is then lossless for the constrained distribution. Choosing raises GrammarFault where nothing may come.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt: list[int], vocabulary: int, constraint: Constraint | None = None
+    ) -> None:
         self.params = params
+        self._constraint = constraint
         self._penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
         self._bias: Tensor | None = None
         if params.logit_bias:
@@ -72,11 +85,18 @@ class Sampler:
         """Count a token as part of the answer."""
         self._seen[token] = True
         self._counts[token] += 1
+        if self._constraint is not None:
+            self._constraint.accept(token)
 
     def adjusted(self, logits: Tensor, drafted: list[int]) -> Tensor:
-        """Logits [V] after bias and penalties, as if the `drafted` tokens stood at the answer's end."""
-        if not self._penalised and self._bias is None:
-            return logits
+        """Logits [V] after bias, penalties and constraint, as if the `drafted` tokens stood at the answer's end."""
+        if self._penalised or self._bias is not None:
+            logits = self._shifted(logits, drafted)
+        if self._constraint is not None:
+            logits = logits.masked_fill(~self._constraint.mask(drafted), -math.inf)
+        return logits
+
+    def _shifted(self, logits: Tensor, drafted: list[int]) -> Tensor:
         seen, counts = self._seen, self._counts
         if drafted and self._penalised:
             seen, counts = seen.clone(), counts.clone()

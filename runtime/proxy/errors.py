@@ -1,8 +1,18 @@
-"""Errors of the HTTP APIs, in the shape of OpenAI's."""
+"""Errors of the HTTP APIs: one exception, and its shape in each API."""
 
 from __future__ import annotations
 
 from typing import Any
+
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -17,6 +27,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -24,10 +35,18 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.code = code
-        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        self.headers = (headers or {}) | ({} if retry_after is None else {"Retry-After": str(retry_after)})
 
     def body(self) -> dict[str, Any]:
+        """OpenAI's shape."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's shape, whose types follow from the status; a fault of the server's own is an api_error."""
+        kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        if self.status == 503 and self.code not in ("unavailable", "queue_timeout"):
+            kind = "api_error"
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -31,6 +31,7 @@ from .plan import ServePlan
 
 _STOP_SECONDS = 0.7  # for a rank to end by itself, or to print its side of a failure; then it is killed
 _LOADING_NEWS_SECONDS = 5.0
+_READABLE = int(zmq.POLLIN)  # the plain number: arithmetic of flags costs more than the question
 
 
 class RankFault(DuovoltError):
@@ -166,6 +167,7 @@ class RankGroup:
             prefill_chunk=plan.options.prefill_chunk,
             sampleable=plan.tokenizer.size,
             exchange_seconds=plan.exchange_seconds,
+            ends=",".join(map(str, plan.tokenizer.stop_ids)),
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
         if not self._first:  # a door opens once: the restarted ranks must be able to serve
@@ -210,11 +212,9 @@ class RankGroup:
         Plain calls in place of the library's own asyncio sockets, whose futures cost more than all else a token costs.
         """
         socket = self._sockets[rank]
-        while not socket.closed:
+        while not socket.closed and int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
             try:
                 message = decode_to_proxy(socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
             except msgspec.DecodeError as error:
                 self._set_fault(RankFault(f"rank {rank} sent what is no message of a rank: {error}."))
                 continue

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..messages import CancelRequest, GenerateRequest, TokenEvent
-from .errors import ApiError, unavailable
+from .errors import ApiError, bad_request, unavailable
 from .meters import Meters
-from .opened import OpenRequest
+from .opened import Events, OpenRequest
 from .request_log import note_answer
 
 _RATE_WINDOW_SECONDS = 5.0
+SUSPICIOUS_DRAFTS = 500
 
 
 @dataclass
@@ -32,13 +35,21 @@ class Counters:
     restarts: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why finished answers ended
 
+    def drafts_are_dead(self) -> bool:
+        """True if so many drafts were judged and none ever stood: weights of the MTP layer that are not the model's."""
+        return self.proposed >= SUSPICIOUS_DRAFTS and not self.accepted
+
 
 class Hub:
-    """Owns the request table. `send` passes a message to all ranks; None while there are none."""
+    """Owns the request table. `send` passes a message to all ranks; None while there are none.
 
-    def __init__(self, lanes: int, max_waiting: int) -> None:
+    A request that has no lane after `max_wait_seconds` is given up (None: it waits for ever).
+    """
+
+    def __init__(self, lanes: int, max_waiting: int, max_wait_seconds: float | None = None) -> None:
         self._lanes = lanes
-        self._capacity = lanes + max_waiting
+        self.capacity = lanes + max_waiting
+        self._max_wait_seconds = max_wait_seconds
         self._open: dict[int, OpenRequest] = {}
         self._next_id = 1
         self._recent: deque[tuple[float, int]] = deque()
@@ -46,6 +57,7 @@ class Hub:
         self.draining = False
         self.retry_after = 1
         self.counters = Counters()
+        self._warned = False
         self.meters = Meters()
 
     @property
@@ -60,35 +72,77 @@ class Hub:
     def waiting(self) -> int:
         return len(self._open) - self.running
 
-    def check_room(self) -> None:
+    def check_room(self, count: int = 1) -> None:
         """Raises ApiError 503 (no ranks, draining) or 429 (queue full) before any work is done for a request."""
         if self.draining:
             raise unavailable("the server is stopping", 5)
         if self.send is None:
             raise unavailable("the ranks are not ready", self.retry_after)
-        if len(self._open) >= self._capacity:
+        if len(self._open) + count > self.capacity:
             self.counters.rejected += 1
+            more = "" if count == 1 else f", and this request asks for {count} more"
             raise ApiError(
                 429,
-                f"{len(self._open)} requests are running or waiting, the most this server holds; try again later",
+                f"{len(self._open)} answers are running or waiting{more}; this server holds {self.capacity}. "
+                "Try again later",
                 kind="rate_limit_error",
                 code="queue_full",
                 retry_after=1,
             )
 
-    def submit(self, request: GenerateRequest) -> OpenRequest:
-        """Number the request and send it to all ranks. Raises as check_room; what `send` raises leaves nothing open."""
-        self.check_room()
+    def submit(self, requests: list[GenerateRequest], names: tuple[str, ...] = ()) -> list[OpenRequest]:
+        """Number the requests and send them to all ranks; they share one queue of events.
+
+        Raises as check_room, ApiError 400 for more requests than the server ever holds or a name that is in use, and
+        what `send` raises: nothing stays open then.
+        """
+        if len(requests) > self.capacity:
+            raise bad_request(
+                f"{len(requests)} answers in one request, this server holds {self.capacity} at a time", "n"
+            )
+        self.check_room(len(requests))
+        if any(name in opened.names for opened in self._open.values() for name in names):
+            raise bad_request("a request of this id is being answered", "request_id")
+        events: Events = asyncio.Queue()
+        answers: list[OpenRequest] = []
+        try:
+            for request in requests:
+                answers.append(self._send(request, events, names))
+        except Exception:
+            for opened in answers:
+                self.release(opened, complete=False)
+            raise
+        return answers
+
+    def _send(self, request: GenerateRequest, events: Events, names: tuple[str, ...]) -> OpenRequest:
         assert self.send is not None
         request.request_id = self._next_id
         self._next_id += 1
         self.send(request)  # before it is entered: no event can come before this method has returned
-        opened = OpenRequest(request)
+        opened = OpenRequest(request, events, names)
+        if self._max_wait_seconds is not None:
+            loop = asyncio.get_running_loop()
+            opened.patience = loop.call_later(self._max_wait_seconds, self._give_up, opened)
         self._open[request.request_id] = opened
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
         note_answer(opened)
         return opened
+
+    def _give_up(self, opened: OpenRequest) -> None:
+        message = f"no lane came free within {self._max_wait_seconds:g} s"
+        opened.events.put_nowait(
+            ApiError(503, message, kind="server_error", code="queue_timeout", retry_after=self.retry_after)
+        )
+        self.release(opened, complete=False)
+
+    def abort(self, name: str) -> int:
+        """End the answers of that name with an error to their readers; how many there were."""
+        named = [opened for opened in self._open.values() if name in opened.names]
+        for opened in named:
+            opened.events.put_nowait(ApiError(409, "the request was aborted", code="aborted"))
+            self.release(opened, complete=False)
+        return len(named)
 
     def release(self, opened: OpenRequest, complete: bool) -> None:
         """The reader of an answer is done with it: if the ranks are not, they are told to stop, once.
@@ -110,6 +164,14 @@ class Hub:
             self.counters.completion_tokens += len(event.tokens)
             self.counters.proposed += event.proposed
             self.counters.accepted += event.accepted
+            if not self._warned and self.counters.drafts_are_dead():
+                self._warned = True
+                print(
+                    f"duovolt serve: WARNING: {self.counters.proposed} drafts judged, none accepted: the MTP layer's weights "
+                    "are damaged or another model's. Run `duovolt verify`; `--drafts 0` serves without them.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._recent.append((now, len(event.tokens)))
             opened = self._open.get(event.request_id)
             if opened is None:
@@ -141,6 +203,7 @@ class Hub:
 
     def _close(self, opened: OpenRequest, outcome: str) -> None:
         """An answer leaves the table: count it."""
+        opened.stop_waiting()
         opened.outcome = outcome
         match outcome:
             case "finished":

@@ -10,17 +10,24 @@ from typing import Any
 from ..messages import GenerateRequest, TokenEvent
 from .errors import ApiError
 
+Events = asyncio.Queue[TokenEvent | ApiError | None]  # None: a reader's own mark of silence
+
 
 @dataclass
 class OpenRequest:
     """`events` gives TokenEvent, or the ApiError that ends it. Times are monotonic seconds.
 
+    `names`: what an abort may say. `patience` gives the request up while it has no lane; `admitted`: when it got one.
+
     `outcome`: finished, cancelled (its client left) or failed (a fault broke it off); None while it is in the making.
     """
 
     request: GenerateRequest
-    events: asyncio.Queue[TokenEvent | ApiError] = field(default_factory=asyncio.Queue)
+    events: Events = field(default_factory=asyncio.Queue)
+    names: tuple[str, ...] = ()
+    patience: asyncio.TimerHandle | None = None
     started: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
     first: float | None = None
     last: float | None = None
     tokens: int = 0
@@ -31,6 +38,9 @@ class OpenRequest:
 
     def count(self, event: TokenEvent, now: float) -> None:
         """Take an event of the ranks into account."""
+        self.stop_waiting()  # every event, an error too, says that the ranks have taken the request up
+        if event.admitted:
+            self.admitted = now
         if event.tokens:
             if self.first is None:
                 self.first = now
@@ -39,6 +49,12 @@ class OpenRequest:
         self.proposed += event.proposed
         self.accepted += event.accepted
         self.finish = event.finish_reason
+
+    def stop_waiting(self) -> None:
+        """The request has its lane, or needs none any more."""
+        if self.patience is not None:
+            self.patience.cancel()
+            self.patience = None
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -55,6 +71,7 @@ class OpenRequest:
             "finish": self.finish,
             "prompt_tokens": len(self.request.prompt),
             "completion_tokens": self.tokens,
+            "queue_ms": None if self.admitted is None else round(1000 * (self.admitted - self.started), 2),
             "first_token_ms": None if self.first is None else round(1000 * (self.first - self.started), 2),
             "tokens_per_second": round(1 / pace, 2) if pace else None,
             "drafts_proposed": self.proposed,

@@ -30,6 +30,7 @@ class ServeOptions:
     log_requests: Path | None = None
     log_content: bool = False
     max_waiting: int = 64
+    max_wait_seconds: float = 600.0
     drain_seconds: float = 10.0
     watchdog_seconds: float = 180.0
     quiet: bool = False

@@ -7,6 +7,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ..messages import SamplingParams
 from .errors import bad_request
 from .schema import GenerationDefaults, SamplingBody
@@ -37,8 +39,6 @@ def build_sampling(
     body: SamplingBody, defaults: SamplingDefaults, tokenizer: TextTokenizer, logprobs: int
 ) -> SamplingParams:
     """The engine's parameters, with a fresh seed if none was given: both ranks must draw the same. Raises ApiError."""
-    if body.n not in (None, 1):
-        raise bad_request(f"n is {body.n}; this server makes one answer a request", "n")
     if body.seed is not None and not -_SEEDS // 2 <= body.seed < _SEEDS:
         raise bad_request("seed: expected a whole number from -2^63 to 2^64 - 1", "seed")
     return SamplingParams(
@@ -53,6 +53,11 @@ def build_sampling(
         seed=secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS,
         logprobs=logprobs,
     )
+
+
+def for_choice(params: SamplingParams, number: int) -> SamplingParams:
+    """The parameters of choice `number` of a request: the same but for the seed, which counts on from the first's."""
+    return msgspec.structs.replace(params, seed=(params.seed + number) % _SEEDS)
 
 
 def stop_strings(body: SamplingBody) -> list[str]:

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 
 from .errors import bad_request
 
-B = TypeVar("B", bound=Struct)
+B = TypeVar("B", bound="Body")
 _PATH = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -21,6 +21,7 @@ Repetition = Annotated[float, Meta(ge=0.01, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
 
@@ -36,17 +37,21 @@ class GenerationDefaults(Struct, kw_only=True):
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
+class Body(Struct, kw_only=True):
+    """The JSON body of a request. Unknown keys are dropped."""
+
+
 class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class SamplingBody(Struct, kw_only=True):
+class SamplingBody(Body, kw_only=True):
     """What both generating APIs share. None means: not given."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Whole | None = None
+    n: Choices | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -59,6 +64,7 @@ class SamplingBody(Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -71,14 +77,14 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """`/v1/completions`. `prompt` is one text, its token ids, or a list that holds one of either."""
+    """`/v1/completions`. `prompt` is a text, its token ids, or a list of either."""
 
     prompt: str | list[Any]
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
@@ -88,7 +94,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     suffix: str | None = None
 
 
-class TokenizeBody(Struct, kw_only=True):
+class TokenizeBody(Body, kw_only=True):
     """`/tokenize`: a text, or messages that the chat template renders."""
 
     prompt: str | None = None
@@ -97,10 +103,84 @@ class TokenizeBody(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeBody(Struct, kw_only=True):
+class DetokenizeBody(Body, kw_only=True):
     """`/detokenize`."""
 
     tokens: list[TokenId]
+
+
+class CountTokensBody(Body, kw_only=True):
+    """`/v1/messages/count_tokens`, and what `/v1/messages` shares with it."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesBody(CountTokensBody, kw_only=True):
+    """`/v1/messages`. `min_p`, `seed` and `ignore_eos` are this server's own."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+
+
+class ReasoningOptions(Struct):
+    effort: str | None = None
+
+
+class TextOptions(Struct):
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(Body, kw_only=True):
+    """`/v1/responses`. `top_k`, `min_p`, `seed`, `stop`, `ignore_eos` and the template's variables are this server's own."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    truncation: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    include: list[str] | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    top_k: TopK | None = None
+    min_p: Fraction | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class AbortBody(Body, kw_only=True):
+    """`/v1/abort`: the id of an answer, or what its request gave as X-Request-Id."""
+
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 def decode_body(raw: bytes, kind: type[B]) -> B:

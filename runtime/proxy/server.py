@@ -28,6 +28,7 @@ from .workers import Workers
 
 _CLOSE_SECONDS = 1
 _PROMPTS_AT_ONCE = 4
+_SWITCH_SECONDS = 0.0005  # a prompt in the making, in its thread, may hold tokens up for no longer
 
 
 class _HttpServer(uvicorn.Server):
@@ -41,6 +42,7 @@ class _HttpServer(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     log = None if options.log_requests is None else LogFile(options.log_requests)
     try:
@@ -60,7 +62,7 @@ class _Server:
     def __init__(self, plan: ServePlan, listener: socket.socket, log: LogFile | None) -> None:
         self._plan = plan
         self._listener = listener
-        self._hub = Hub(plan.options.lanes, plan.options.max_waiting)
+        self._hub = Hub(plan.options.lanes, plan.options.max_waiting, plan.options.max_wait_seconds)
         self._supervisor = Supervisor(plan, self._hub, self._log_start)
         self.workers = Workers(_PROMPTS_AT_ONCE)
         application = Api(plan, self._hub, self._supervisor, self.workers).application()
@@ -133,6 +135,7 @@ class _Server:
             "max_context": plan.max_context,
             "prefill_chunk": options.prefill_chunk,
             "max_waiting": options.max_waiting,
+            "max_wait_seconds": f"{options.max_wait_seconds:g}",
             "watchdog_seconds": f"{options.watchdog_seconds:g}",
             "log": options.log_requests and ("content" if options.log_content else "requests"),
             "api_keys": len(plan.keys),

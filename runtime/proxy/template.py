@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,9 +14,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...checkpoint.errors import InputError
 from .errors import ApiError, bad_request
-from .tokenizer import THINK, TextTokenizer
+from .tokenizer import THINK, TOOL_CALL, TextTokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
+
+
+class ToolFormat(Enum):
+    """How the template writes tool calls, and so how the model does."""
+
+    PARAMETERS = auto()  # <function=NAME> and <parameter=KEY>
+    JSON = auto()  # {"name": ..., "arguments": ...}
 
 
 class ChatTemplate:
@@ -30,6 +38,8 @@ class ChatTemplate:
             for name, value in tokenizer.settings.items()
             if name.endswith("_token") and isinstance(value, str | dict)
         }
+        older = isinstance(source, str) and TOOL_CALL in source and "<function=" not in source
+        self.tool_format = ToolFormat.JSON if older else ToolFormat.PARAMETERS
         if isinstance(source, str):
             try:
                 self._template = _environment().from_string(source)

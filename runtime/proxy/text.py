@@ -25,17 +25,17 @@ class StopStrings:
     def __init__(self, stops: list[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.stopped = False
+        self.stopped: str | None = None  # the stop string that was found
 
     def feed(self, text: str) -> str:
         """The text that is safe to show now; nothing after the stop."""
         if not self._stops:
             return text
         self._held += text
-        matches = [(begin + len(stop), begin) for stop in self._stops if (begin := self._held.find(stop)) >= 0]
+        matches = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := self._held.find(stop)) >= 0]
         if matches:
-            self.stopped = True
-            shown = self._held[: min(matches)[1]]
+            _, begin, self.stopped = min(matches)
+            shown = self._held[:begin]
             self._held = ""
             return shown
         keep = max(self._overlap(stop) for stop in self._stops)

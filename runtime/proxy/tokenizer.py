@@ -50,10 +50,10 @@ def _byte_letters() -> dict[str, int]:
 
 
 class TextTokenizer:
-    """The model's tokenizer. `stop_ids` end an answer; `size` is one more than the largest id it can emit."""
+    """The model's tokenizer, read from `file`. `stop_ids` end an answer; `size` is one more than its largest id."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / TOKENIZER
+        path = self.file = directory / TOKENIZER
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
             document = json.loads(path.read_bytes())

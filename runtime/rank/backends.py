@@ -10,8 +10,10 @@ from typing import cast
 
 from ... import __version__
 from ...checkpoint.errors import EnvironmentFault, InputError
+from ..grammar import prepare
 from ..parallel.base import Collective, SoloCollective
 from ..parallel.mailbox import Mailbox, MailboxCollective
+from .identity import TOKENIZER
 from .loop import SteppingEngine
 from .options import RankOptions
 from .scripted import ScriptedEngine, read_script
@@ -59,6 +61,8 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
     from ..engine.loading import DraftHeadChoice, EngineSettings, load_engine
 
     torch.set_num_threads(1)
+    if (options.dir / TOKENIZER).exists():
+        prepare(options.dir / TOKENIZER, options.sampleable, [int(word) for word in options.ends.split(",") if word])
     settings = EngineSettings(
         max_context=options.max_context,
         lanes=options.lanes,
@@ -79,6 +83,8 @@ def versions(backend: str) -> dict[str, str]:
     found = {"duovolt": __version__, "python": sys.version.split()[0]}
     if not backend.startswith("scripted"):
         import torch
+        from llguidance import __version__ as llguidance
 
+        found["llguidance"] = llguidance  # masks of allowed tokens are computed on each rank
         found["torch"] = str(torch.__version__)  # a subclass of str, which msgpack refuses
     return found

@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RankOptions:
-    """`exchange_seconds` bounds every wait for the twin; `sampleable` is the number of ids that the tokenizer can emit."""
+    """`exchange_seconds` bounds every wait for the twin; `sampleable` is the number of ids that the tokenizer can emit;
+    `ends` are those that end an answer, with commas between."""
 
     dir: Path
     rank: int
@@ -24,6 +25,7 @@ class RankOptions:
     sampleable: int
     exchange_seconds: float
     drafts_from: Path | None = None
+    ends: str = ""
     draft_head: str = "auto"
 
     def arguments(self) -> list[str]:

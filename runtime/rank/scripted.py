@@ -91,7 +91,9 @@ class ScriptedEngine:
         events = self._cancel()
         kind = "idle"
         while self._waiting and len(self._running) < self.lanes:
-            self._running.append(self._waiting.popleft())
+            lane = self._waiting.popleft()
+            self._running.append(lane)
+            events.append(_event(lane, [], None, admitted=True))
         fresh = next((lane for lane in self._running if not lane.prefilled), None)
         if fresh is not None:
             kind, fresh.prefilled = "prefill", True
@@ -153,10 +155,10 @@ class ScriptedEngine:
             self.mailbox.exchange(np.array([checksum % 2**20], dtype=np.float32))
 
 
-def _event(lane: _Lane, tokens: list[int], finish: str | None) -> TokenEvent:
+def _event(lane: _Lane, tokens: list[int], finish: str | None, admitted: bool = False) -> TokenEvent:
     ask = lane.request.sampling.logprobs
     logprobs = [TokenLogprob(token, 0.0, [(token, 0.0)] * min(ask - 1, 1)) for token in tokens] if ask else []
     drafts = max(len(tokens) - 1, 0)
     return TokenEvent(
-        lane.request.request_id, tokens, logprobs, finish, drafts, drafts, prompt_tokens=len(lane.request.prompt)
+        lane.request.request_id, tokens, logprobs, finish, drafts, drafts, len(lane.request.prompt), admitted=admitted
     )

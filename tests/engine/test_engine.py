@@ -142,7 +142,7 @@ def test_logits_that_are_not_finite_end_the_answer(tools, source) -> None:
     engine = tools.engine(source, lanes=2)
     engine.model.weights.embed[77] = math.nan
     run = tools.drive(engine, tools.request(1, [5, 77], 9), tools.request(2, [5, 6], 9))
-    assert run.finish(1) == "error" and "not finite" in run.events[1][0].error and run.tokens[1] == []
+    assert run.finish(1) == "error" and "not finite" in run.events[1][-1].error and run.tokens[1] == []
     assert len(run.tokens[2]) == 9 and 77 not in run.tokens[2]
 
 
@@ -163,7 +163,9 @@ def test_padding_rows_of_the_head_are_never_drawn(tools) -> None:
 def test_records_say_what_happened(tools, source) -> None:
     engine = tools.engine(source, drafts=2, prefill_chunk=4)
     run = tools.drive(engine, tools.request(12, [1, 2, 3, 4, 5, 6], 5))
-    events = iter(run.events[12])
+    admission, *later = run.events[12]
+    assert admission.admitted and not admission.tokens and not any(event.admitted for event in later)
+    events = iter(later)
     for record in run.records:
         if record.tokens_produced:
             event = next(events)

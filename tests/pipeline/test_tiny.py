@@ -56,7 +56,7 @@ def _read(path: Path) -> bytes:
 
 
 def test_quality_and_the_price_of_quantising(converted: Path, tmp_path: Path) -> None:
-    arguments = ["--score-bytes", "16000", "--prompts", "4", "--json"]
+    arguments = ["--score-bytes", "16000", "--prompts", "4", "--against", TINY, "--json"]
     result = run("eval", TINY, converted, *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     source, quantised = json.loads(result.stdout).values()
@@ -65,6 +65,8 @@ def test_quality_and_the_price_of_quantising(converted: Path, tmp_path: Path) ->
         assert found["known_word_share"] > 0.9
         assert found["acceptance"] >= 0.5
     assert source["bits_per_byte"] < 1.25
+    assert source["divergence"]["mean"] == 0 and source["perplexity"] < quantised["perplexity"]
+    assert 0.01 < quantised["divergence"]["mean"] < 0.2 and quantised["divergence"]["agreement"] > 0.8
     assert 0 < quantised["bits_per_byte"] - source["bits_per_byte"] < 0.05 * source["bits_per_byte"]
 
 

@@ -43,14 +43,16 @@ class LocalApi:
             "POST", path, content=body if isinstance(body, bytes) else json.dumps(body), headers=headers
         )
         if response.headers["content-type"].startswith("text/event-stream"):
-            lines = [line for line in response.text.split("\n\n") if line]
-            assert all(line.startswith("data: ") for line in lines)
-            datas = [line.removeprefix("data: ") for line in lines]
-            return response.status_code, [data if data == "[DONE]" else json.loads(data) for data in datas]
+            return response.status_code, read_events(response.text)
         return response.status_code, response.json()
 
     def request(self, verb: str, path: str, **arguments: Any) -> httpx.Response:
         return asyncio.run(self._request(verb, path, arguments))
+
+    def say(self, blocks: list[list[int]], path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Post a body that one scripted answer, given in blocks, replies to."""
+        self.answers = [ScriptedAnswer(blocks)]
+        return self.post(path, body, **headers)
 
     async def _request(self, verb: str, path: str, arguments: dict[str, Any]) -> httpx.Response:
         hub = self.hub = Hub(self.plan.options.lanes, self.plan.options.max_waiting)
@@ -74,3 +76,15 @@ class LocalApi:
         transport = httpx.ASGITransport(Api(self.plan, hub, ReadySupervisor(), Workers(4)).application())  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://local") as client:
             return await client.request(verb, path, **arguments)
+
+
+def read_events(text: str) -> list[Any]:
+    """The data of server-sent events; an event's name must be its type."""
+    found = []
+    for event in filter(None, text.split("\n\n")):
+        *names, data = event.split("\n")
+        assert data.startswith("data: ") and len(names) <= 1, event
+        value = data.removeprefix("data: ")
+        found.append(value if value == "[DONE]" else json.loads(value))
+        assert [f"event: {found[-1]['type']}"] == names if names else not str(found[-1]).startswith("{'type'")
+    return found

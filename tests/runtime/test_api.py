@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
-from duovolt.runtime.proxy.chat import ChatFormat
+from duovolt.runtime.proxy.apis.chat import ChatShape
 from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.rank.scripted import ScriptedAnswer
 from duovolt.runtime.rank.wire import decode_to_rank, encode
@@ -40,6 +40,10 @@ def say(api: LocalApi, answer: str | list[list[int]], path: str = CHAT, /, **bod
     return api.post(path, start | body)
 
 
+def counts(usage: dict[str, Any]) -> tuple[int, int, int]:
+    return usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
+
+
 def joined(events: list[Any]) -> dict[str, Any]:
     """A chat stream put together, its shape checked on the way."""
     assert events[-1] == "[DONE]"
@@ -53,7 +57,13 @@ def joined(events: list[Any]) -> dict[str, Any]:
             delta = choice["delta"]
             found["content"] += delta.get("content") or ""
             found["reasoning"] += delta.get("reasoning_content") or ""
-            found["calls"] += delta.get("tool_calls") or []
+            for call in delta.get("tool_calls") or []:
+                if "id" in call:
+                    assert call["index"] == len(found["calls"])
+                    found["calls"].append(call | {"function": dict(call["function"])})
+                else:
+                    assert set(call) == {"index", "function"}
+                    found["calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             found["logprobs"] += (choice["logprobs"] or {}).get("content", [])
             if choice["finish_reason"]:
                 assert "finish" not in found
@@ -71,7 +81,8 @@ def test_a_whole_answer_has_openais_shape(api: LocalApi) -> None:
     assert choice["finish_reason"] == "stop"
     prompt = len(ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n"))
     answer = len(ids("I think.\n</think>\n\nHello world<|im_end|>"))
-    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    assert counts(body["usage"]) == (prompt, answer, prompt + answer)
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(ids("I think.\n</think>"))}
     assert body["duovolt"]["drafts_proposed"] == body["duovolt"]["drafts_accepted"] == 0
     assert [type(message).__name__ for message in api.sent] == [
         "GenerateRequest"
@@ -160,11 +171,11 @@ def test_calls_with_lone_surrogates_reach_the_client_streamed_and_whole(api: Loc
         assert [one["function"] for one in calls] == [{"name": "add", "arguments": '{"a": "\ufffd"}'}]
 
 
-@pytest.mark.parametrize("place", ["opening", "chunks", "closing"])
+@pytest.mark.parametrize("place", ["opening", "events", "closing"])
 def test_a_stream_that_fails_inside_says_so_and_cancels(
     api: LocalApi, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:
-    monkeypatch.setattr(ChatFormat, place, lambda *_: 1 // 0)
+    monkeypatch.setattr(ChatShape, place, lambda *_: 1 // 0)
     _, events = say(api, "t</think>Hello world", stream=True)
     error = events[-1]["error"]
     assert (error["message"], error["type"]) == ("internal error; the server's log has it", "server_error")
@@ -221,7 +232,7 @@ def test_a_prompt_that_fills_the_context_can_be_echoed_and_nothing_more(api: Loc
     full = [5] * CONTEXT
     status, body = say(api, "Hello", COMPLETION, prompt=full, max_tokens=0, echo=True)
     assert status == 200
-    assert body["usage"] == {"prompt_tokens": CONTEXT, "completion_tokens": 0, "total_tokens": CONTEXT}
+    assert counts(body["usage"]) == (CONTEXT, 0, CONTEXT)
     assert body["choices"][0]["text"] == api.plan.tokenizer.decode(full)
     assert body["choices"][0]["finish_reason"] == "length"
     for prompt, asked in ((full, 1), (full, None), ([5, *full], 0)):
@@ -288,11 +299,12 @@ def test_a_send_that_raises_leaves_nothing_open() -> None:
     hub.send = refuse
     for _ in range(3):
         with pytest.raises(OverflowError, match="too large for the wire"):
-            hub.submit(request)
+            hub.submit([request])
         assert (hub.open_count, hub.counters.requests, hub.counters.prompt_tokens) == (0, 0, 0)
     sent: list[Any] = []
     hub.send = sent.append
-    assert hub.submit(request).request is sent[0]
+    (opened,) = hub.submit([request])
+    assert opened.request is sent[0]
     assert (hub.open_count, hub.counters.requests) == (1, 1)
 
 

@@ -30,6 +30,12 @@ def calling(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
+def form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NAMED = {"type": "function", "function": {"name": "g"}}
 LONG = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
 BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, b"{", 400, None, "not valid JSON"),
@@ -53,8 +59,9 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "temperature": 3}, 400, "temperature", "<= 2"),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}', 400, None, "not valid JSON"),
     (CHAT, {"messages": USER, "top_p": 0}, 400, "top_p", "> 0"),
-    (CHAT, {"messages": USER, "n": 2}, 400, "n", "one answer"),
-    (CHAT, {"messages": USER, "n": 0, "stream": True}, 400, "n", "one answer"),
+    (CHAT, {"messages": USER, "n": 0}, 400, "n", ">= 1"),
+    (CHAT, {"messages": USER, "n": 0, "stream": True}, 400, "n", ">= 1"),
+    (CHAT, {"messages": USER, "n": 129}, 400, "n", "<= 128"),
     (CHAT, {"messages": USER, "stream": "yes"}, 400, "stream", "`bool"),
     (CHAT, {"messages": USER, "stop": ["a", ""]}, 400, "stop", "empty"),
     (CHAT, {"messages": USER, "stop": ["a"] * 17}, 400, "stop", "17 strings"),
@@ -79,24 +86,34 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "seed": 2**64}, 400, "seed", "-2^63 to 2^64 - 1"),
     (CHAT, {"messages": USER, "seed": -(2**63) - 1}, 400, "seed", "-2^63 to 2^64 - 1"),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 6000 + b"}", 400, "seed", "out of range"),
-    (CHAT, {"messages": USER, "n": 2**70}, 400, "n", "<= 2147483647"),
+    (CHAT, {"messages": USER, "n": 2**70}, 400, "n", "<= 128"),
     (COMPLETION, {"prompt": "x", "best_of": -(2**70)}, 400, "best_of", ">= -2147483648"),
     (COMPLETION, {"prompt": "x", "max_tokens": 2**31}, 400, "max_tokens", "<= 2147483647"),
     ("/detokenize", {"tokens": [2**70]}, 400, "tokens", "<= 2147483647"),
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools[0]"),
-    (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice", "not supported"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice", "no tools"),
+    (CHAT, {"messages": USER, "tool_choice": "some"}, 400, "tool_choice", "expected auto, none, required"),
+    (CHAT, {"messages": USER, "tools": TOOLS, "tool_choice": NAMED}, 400, "tool_choice", "no tool is called 'g'"),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, 400, "response_format", "expected text, json_object"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format", "expected a JSON schema"),
+    (CHAT, {"messages": USER, "response_format": form({"type": "bogus"})}, 400, "response_format", "cannot be kept"),
+    (CHAT, {"messages": USER, "response_format": form({"$ref": "http://127.0.0.1:9/x"})}, 400, "response_format", "kept"),
+    (CHAT, {"messages": USER, "response_format": form({"not": {"type": "string"}})}, 400, "response_format", "kept"),
+    (CHAT, {"messages": USER, "response_format": form({"enum": ["x" * 1100000]})}, 400, "response_format", "characters"),
+    (CHAT, {"messages": USER, "response_format": form({}), "ignore_eos": True}, 400, "ignore_eos", "ends where"),
+    (COMPLETION, {"prompt": "x", "response_format": form({"type": 3})}, 400, "response_format", "cannot be kept"),
     (CHAT, {"messages": USER, "top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "<= 20"),
     (COMPLETION, {}, 400, None, "prompt"),
     (COMPLETION, {"prompt": ""}, 400, "prompt", "empty"),
     (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
-    (COMPLETION, {"prompt": ["a", "b"]}, 400, "prompt", "one a request"),
+    (COMPLETION, {"prompt": [[1], 2]}, 400, "prompt", "2 is neither a text nor a list"),
+    (COMPLETION, {"prompt": ["a"] * 9}, 400, "n", "9 answers in one request, this server holds 3"),
     (COMPLETION, {"prompt": [1, -1]}, 400, "prompt", "-1 is not a token id"),
     (COMPLETION, {"prompt": [1, 2.5]}, 400, "prompt", "2.5 is not a token id"),
     (COMPLETION, {"prompt": [1, True]}, 400, "prompt", "True is not a token id"),
     (COMPLETION, {"prompt": [10**9]}, 400, "prompt", "is not a token id"),
     (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "echo"),
-    (COMPLETION, {"prompt": "x", "best_of": 3}, 400, "best_of", "one answer"),
+    (COMPLETION, {"prompt": "x", "best_of": 3}, 400, "best_of", "use n"),
     (COMPLETION, {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
     (COMPLETION, {"prompt": "x", "echo": True, "logprobs": 1, "stream": True}, 400, "stream", "cannot be streamed"),
     ("/tokenize", {}, 400, "prompt", "either"),

@@ -100,7 +100,7 @@ def test_echo_scores_the_prompt(two: Server) -> None:
     assert choice["logprobs"]["tokens"] == ["Hello", " world"]
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1] < 0
-    assert answer.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] == 2
 
 
 def test_a_fault_between_real_ranks_ends_the_answer_and_the_ranks_come_back(start_server: Start, folder: Path) -> None:
@@ -145,3 +145,57 @@ def test_directories_that_are_not_what_their_names_say_are_refused(
     assert words in server.log
     assert len([line for line in server.lines if line.startswith("duovolt")]) == 1
     assert leftovers(server.pid) == []
+
+
+COLOURS = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}, "many": {"enum": [1, 20, 300]}},
+           "required": ["colour", "many"], "additionalProperties": False}  # fmt: skip
+PAINT = {"name": "paint", "parameters": COLOURS}
+
+
+def painted(value: str) -> dict:
+    found = json.loads(value)
+    assert found["colour"] in ("red", "blue") and found["many"] in (1, 20, 300) and len(found) == 2
+    return found
+
+
+def test_answers_of_a_given_form_have_it_whatever_the_model_would_say(two: Server) -> None:
+    """Random weights, both ranks, drafts: only the grammar can make sense of it. Through every API."""
+    form = {"type": "json_schema", "json_schema": {"name": "paint", "schema": COLOURS, "strict": True}}
+    off = {"temperature": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, **off}
+    with two.client(60) as client:
+
+        def post(path: str, body: dict) -> dict:
+            answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        found = []
+        for seed in range(4):
+            (choice,) = post(CHAT, asked | {"response_format": form, "seed": seed})["choices"]
+            assert choice["finish_reason"] == "stop"
+            found.append(painted(choice["message"]["content"]))
+        tool = {"type": "function", "function": PAINT}
+        for tool_choice in ("required", {"type": "function", "function": {"name": "paint"}}):
+            body = asked | {"tools": [tool], "tool_choice": tool_choice, "parallel_tool_calls": False, "seed": 5}
+            (choice,) = post(CHAT, body)["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "paint"
+            painted(call["function"]["arguments"])
+        text = post("/v1/completions", {"prompt": "x", "max_tokens": 200, "response_format": form, "seed": 1})
+        painted(text["choices"][0]["text"])
+        body = {"input": "x", "text": {"format": {"type": "json_schema", "name": "paint", "schema": COLOURS}}}
+        response = post("/v1/responses", body | {"max_output_tokens": 200, "seed": 2, **off})
+        painted(response["output"][-1]["content"][0]["text"])
+        body = asked | {
+            "tools": [{"name": "paint", "input_schema": COLOURS}],
+            "tool_choice": {"type": "any"},
+            "seed": 3,
+        }
+        message = post("/v1/messages", body | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}})
+        assert message["stop_reason"] == "tool_use"
+        painted(json.dumps(message["content"][-1]["input"]))
+        logged = post(CHAT, asked | {"response_format": form, "seed": 9, "logprobs": True})["choices"][0]["logprobs"]
+        assert any(entry["logprob"] < -5 for entry in logged["content"]), (
+            "the model's own probabilities, not the grammar's"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from duovolt.checkpoint.errors import InputError
-from duovolt.runtime.proxy.chat_request import build_chat_prompt
+from duovolt.runtime.proxy.apis.chat_request import build_chat_prompt
 from duovolt.runtime.proxy.errors import ApiError
 from duovolt.runtime.proxy.schema import ChatBody
 from duovolt.runtime.proxy.template import ChatTemplate

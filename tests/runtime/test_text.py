@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duovolt.checkpoint.errors import InputError
-from duovolt.runtime.proxy.assembly import AnswerStyle, Assembler
+from duovolt.runtime.proxy.assembly import AnswerStyle, Assembler, CallArguments, CallEnd, CallStart, Content, Reasoning
 from duovolt.runtime.proxy.text import StopStrings, Utf8Stream
 from duovolt.runtime.proxy.tokenizer import TextTokenizer
-from duovolt.runtime.proxy.tools import ToolCall, parse_tool_call
+from duovolt.runtime.proxy.tools import CallReader, ToolCall, parse_tool_call
 
 from .stub_model import byte_ids, ids, make_directory, make_tokenizer
 
@@ -25,12 +25,16 @@ WEATHER = {
         "name": "weather",
         "parameters": {
             "type": "object",
+            "$defs": {"Count": {"type": "integer"}},
             "properties": {
                 "city": {"type": "string"},
                 "days": {"type": "integer"},
                 "metric": {"type": "boolean"},
                 "at": {"type": ["string", "null"]},
                 "where": {"type": "object"},
+                "rank": {"enum": [1, 20]},
+                "maybe": {"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]},
+                "circle": {"$ref": "#/properties/circle"},
             },
         },
     },
@@ -58,15 +62,33 @@ def read(tokenizer: TextTokenizer, how: AnswerStyle, blocks: list[list[int]], en
     """All parts of an answer that comes in `blocks` and then ends."""
     assembler = Assembler(tokenizer, how)
     found: dict[str, object] = {}
-    content, reasoning, calls = "", "", []
+    content, reasoning, calls, order, counted = "", "", [], [], 0
     for number, block in enumerate(blocks):
         for token in block:
             assembler.feed(token)
         if number == len(blocks) - 1:
             assembler.end(end)
         delta = assembler.take()
-        content, reasoning, calls = content + delta.content, reasoning + delta.reasoning, calls + delta.calls
+        counted += len(delta.in_content)
+        for piece in delta.pieces:
+            if not order or order[-1] != type(piece).__name__:
+                order.append(type(piece).__name__)
+            match piece:
+                case Content(text, _):
+                    content += text
+                case Reasoning(text):
+                    reasoning += text
+                case CallStart(index, name):
+                    assert index == len(calls)
+                    calls.append(ToolCall(name, ""))
+                case CallArguments(text, index):
+                    calls[index] = ToolCall(calls[index].name, calls[index].arguments + text)
+                case CallEnd(index, whole, known):
+                    assert index == len(calls) - 1
+                    assert not whole or json.loads(calls[index].arguments) == known
+    assert counted == assembler.tokens
     found.update(content=content, reasoning=reasoning, calls=calls, finish=assembler.finish, tokens=assembler.tokens)
+    found.update(order=order, stop=assembler.stop, reasoning_tokens=assembler.reasoning_tokens)
     return found
 
 
@@ -147,7 +169,8 @@ def test_stop_strings_cut_where_the_first_one_is_complete(text: str, stops: list
         assert expected.startswith(shown)  # nothing that belongs to a stop string is ever shown
     shown += "" if matcher.stopped else matcher.end()
     assert shown == expected
-    assert matcher.stopped == bool(ends)
+    assert (matcher.stopped is not None) == bool(ends)
+    assert not ends or matcher.stopped == text[min(ends)[1] : min(ends)[0]]
 
 
 def test_decoding_equals_the_tokenizer_librarys(tokenizer: TextTokenizer) -> None:
@@ -191,11 +214,49 @@ def test_without_tools_a_call_is_text(tokenizer: TextTokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["The tag <tool_call> starts a call", "<tool_call>\n<function=weather>\n<para", "<tool_call>x</tool_call>"]
+    "text",
+    [
+        "The tag <tool_call> starts a call",
+        "<tool_call>\n<function=weath",
+        "<tool_call>x</tool_call>",
+        "Write <tool_call><function=NAME> and </tool_call>",
+    ],
 )
 def test_what_is_no_call_stays_text_even_with_tools(tokenizer: TextTokenizer, text: str) -> None:
     found = read(tokenizer, style(tools=True), [ids(text)])
     assert (found["content"], found["calls"], found["finish"]) == (text, [], "length")
+
+
+def test_a_call_cut_by_the_length_limit_keeps_what_was_written_and_has_no_end(tokenizer: TextTokenizer) -> None:
+    """A08: arguments that nobody can take for whole ones."""
+    cut = "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nSankt Gal"
+    found = read(tokenizer, style(tools=True), [ids(cut)])
+    assert found["calls"] == [ToolCall("weather", '{"days": 3, "city": "Sankt Gal')]
+    assert (found["content"], found["finish"]) == ("", "length")
+    ended = read(tokenizer, style(tools=True), [ids(cut + "<|im_end|>")])  # the model itself stopped there
+    assert ended["calls"] == [ToolCall("weather", '{"days": 3, "city": "Sankt Gal"}')]
+    assert ended["finish"] == "tool_calls"
+    whole = read(tokenizer, style(tools=True), [ids(CALL.removesuffix("\n</tool_call>"))])
+    assert json.loads(whole["calls"][0].arguments) == CALL_ARGUMENTS  # type: ignore[index]
+
+
+def test_text_arguments_come_while_they_are_written(tokenizer: TextTokenizer) -> None:
+    reader = CallReader([WEATHER])
+    assert reader.feed("\n<function=weather>\n<parameter=city>\nSankt") == '{"city": "Sankt'
+    assert reader.name == "weather"
+    assert [reader.feed(text) for text in ('\n"G', "allen", "\n</para", "graph>", "\n</parameter>\n")] == [
+        '\\n\\"G', "allen", "", "\\n</paragraph>", '"',
+    ]  # fmt: skip
+    assert reader.feed("<parameter=days>\n1") == ""
+    assert reader.feed("2\n</parameter>\n<parameter=city>\nagain\n</parameter>\n</function>\n") == ', "days": 12'
+    assert reader.close() == "}"
+    assert reader.known == {"city": 'Sankt\n"Gallen\n</paragraph>', "days": 12}
+
+
+def test_a_call_of_an_unknown_function_is_one_if_it_is_whole(tokenizer: TextTokenizer) -> None:
+    whole = "<function=other>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+    assert parse_tool_call(whole, [WEATHER]) == ToolCall("other", '{"a": "1"}')
+    assert parse_tool_call("<function=other>\nand so on", [WEATHER]) is None
 
 
 def test_two_calls_and_the_text_before(tokenizer: TextTokenizer) -> None:
@@ -217,6 +278,10 @@ def test_two_calls_and_the_text_before(tokenizer: TextTokenizer) -> None:
         ("at", "5", "5"),
         ("where", "[1, 2]", [1, 2]),
         ("unknown", "4", "4"),
+        ("rank", "20", 20),
+        ("maybe", "4", 4),
+        ("maybe", "null", None),
+        ("circle", "4", "4"),
         ("city", " padded \n\nlines ", " padded \n\nlines "),
     ],
 )

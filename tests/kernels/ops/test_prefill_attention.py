@@ -6,7 +6,7 @@ import torch
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels.kvcache import DIM, PAGE
-from duovolt.kernels.prefill import gather, prefill_attention, prefill_attention_reference
+from duovolt.kernels.prefill_attention import gather, prefill_attention, prefill_attention_reference
 
 from .support import HALF_ERROR, data, relative
 from .test_attention import Case

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import strict_json
-from .errors import bad_request
-from .schema import ChatBody
-from .template import ChatTemplate, opens_thinking
+from .. import strict_json
+from ..errors import bad_request
+from ..schema import ChatBody
+from ..template import ChatTemplate, opens_thinking
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -107,13 +107,10 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]]:
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise bad_request(f"response_format {kind!r} is not supported; only text", "response_format")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise bad_request(f"tool_choice {body.tool_choice!r} is not supported; auto or none", "tool_choice")
     for number, tool in enumerate(body.tools or []):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"tools[{number}]: expected a function with a name", "tools")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise bad_request(f"tools[{number}].function.parameters: expected a JSON schema", "tools")
     return [] if body.tool_choice == "none" else list(body.tools or [])

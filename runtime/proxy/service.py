@@ -1,0 +1,88 @@
+"""What every API needs of the server: the plan, the hub, the workers; bodies read and names given."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from .errors import ApiError, bad_request
+from .hub import Hub
+from .plan import ServePlan
+from .sampling import SamplingDefaults
+from .schema import Body, decode_body
+from .supervisor import Supervisor
+from .workers import Workers
+
+MAX_BODY_BYTES = 32 << 20
+BODY_SECONDS = 60.0  # of silence in the middle of a body
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What an answer is called: `name` is its own part of the id, `names` all that an abort may say."""
+
+    name: str
+    created: int
+    model: str
+
+    def names(self, prefix: str) -> tuple[str, ...]:
+        return (self.name, prefix + self.name)
+
+
+@dataclass
+class Service:
+    """Shared by all requests; prompts are made by `workers`."""
+
+    plan: ServePlan
+    hub: Hub
+    supervisor: Supervisor
+    workers: Workers
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.defaults = SamplingDefaults.of(self.plan.tokenizer.generation)
+
+    async def read(self, request: Request, kind: type[B]) -> B:
+        """The request's body. Raises ApiError 400, 408 (it stopped coming) or 413."""
+        return decode_body(await _read(request), kind)
+
+    def stamp(self, request: Request) -> Stamp:
+        """A fresh name, or the one that the client gives with X-Request-Id. Raises ApiError for one that is no name."""
+        name = request.headers.get("x-request-id") or uuid.uuid4().hex[:24]
+        if not _NAME.fullmatch(name):
+            raise bad_request("X-Request-Id: expected 1 to 128 letters, digits or _ . : -", "request_id")
+        return Stamp(name, int(time.time()), self.plan.model_id)
+
+
+async def _read(request: Request) -> bytes:
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large(f"the body has {announced} bytes")
+    parts, size = [], 0
+    stream = request.stream()
+    try:
+        while True:
+            part = await asyncio.wait_for(anext(stream), BODY_SECONDS)
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise _too_large("the body has more bytes")
+            parts.append(part)
+    except StopAsyncIteration:
+        return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"{size} bytes of the body came, then none for {BODY_SECONDS:g} s") from None
+
+
+def _too_large(found: str) -> ApiError:
+    return ApiError(
+        413, f"{found}, this server takes {MAX_BODY_BYTES}", code="body_too_large", headers={"Connection": "close"}
+    )

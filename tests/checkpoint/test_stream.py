@@ -1,0 +1,31 @@
+"""The stream gives a file's bytes in order, whatever is taken, and says so if the file is shorter than it was."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from duovolt.checkpoint.errors import InputError
+from duovolt.checkpoint.stream import LARGEST, ByteStream
+
+
+def test_pieces_of_any_size(tmp_path: Path) -> None:
+    path, rng = tmp_path / "file", random.Random(1)
+    content = np.random.default_rng(1).integers(0, 256, 11_000_003, dtype=np.uint8)
+    path.write_bytes(content.tobytes())
+    with ByteStream(path, block_bytes=1) as stream:  # the smallest block, LARGEST: every take may cross its edge
+        at = 0
+        while at < len(content):
+            count = min(rng.choice((0, 1, 7, 4096, 1_000_000, LARGEST)), len(content) - at)
+            assert np.array_equal(stream.take(count), content[at : at + count])
+            at += count
+
+
+def test_a_file_that_ends_early(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    with ByteStream(path) as stream:
+        assert bytes(stream.take(3)) == b"123"
+        with pytest.raises(InputError, match=r"file: ends at byte 5"):
+            stream.take(3)
