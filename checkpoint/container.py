@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .digest import BLOCK
-from .errors import InputError, naming
+from .errors import InputError, naming, one_line
 
 # safetensors dtype -> bytes an element. Sub-byte types (F4, F6) are not used by any source we know: peers store U8.
 ITEMSIZE = {
@@ -102,7 +102,7 @@ def parse_json(raw: bytes, path: Path) -> Any:
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}). Fetch the file again.") from None
+        raise InputError(f"{path}: not valid JSON ({one_line(error)}). Fetch the file again.") from None
 
 
 def _resembles(head: bytes) -> str | None:

@@ -38,3 +38,8 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message as one printable line: it may quote what a hostile file holds."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error)[:2000])

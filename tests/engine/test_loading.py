@@ -128,12 +128,14 @@ def test_a_plain_checkpoint_loads(tools, plain: Path) -> None:
     ["mtp.layers.0.self_attn.k_proj.weight", "model.language_model.norm.weight", "model.visual.pos_embed.weight"],
 )
 def test_a_missing_weight_is_named(plain: Path, name: str) -> None:
+    """C10: MTP and vision too."""
     rewrite(plain, lambda tensors: tensors.pop(name))
     with pytest.raises(InputError, match="1 missing: " + name.replace(".", r"\.")):
         open_source(plain)
 
 
 def test_a_renamed_weight_is_named_on_both_sides(plain: Path) -> None:
+    """C10: an MTP tensor under another name."""
     rewrite(
         plain, lambda t: t.update({"mtp.layers.0.self_attn.key.weight": t.pop("mtp.layers.0.self_attn.k_proj.weight")})
     )
