@@ -83,7 +83,7 @@ def build(source: str, arch: str, defines: tuple[str, ...] = ()) -> Built:
     cached = image is not None
     if image is None:
         image = _compile(compiler, source, arch, arguments)
-        _write_atomically(path, xxhash.xxh3_128_digest(image) + image)
+        write_atomically(path, xxhash.xxh3_128_digest(image) + image)
     return Built(source, arch, image, time.perf_counter() - begin, cached, path)
 
 
@@ -111,7 +111,7 @@ def image_for(source: str, arch: str, defines: tuple[str, ...] = ()) -> bytes:
 def write_out(built: Built, directory: Path) -> Path:
     """Store a compiled source in `directory` under its `file_name`; the path. Raises EnvironmentFault if it cannot."""
     path = directory / file_name(built.source, built.arch)
-    _write_atomically(path, built.image)
+    write_atomically(path, built.image)
     return path
 
 
@@ -211,7 +211,8 @@ def _read_cached(path: Path) -> bytes | None:
     return image if xxhash.xxh3_128_digest(image) == digest else None
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write by rename, with the directories above. Raises EnvironmentFault if it cannot be written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,166 +1,229 @@
-"""Decode linear on a GPU: few tokens times a quantised matrix in its V100 layout, and a torch reference of it.
+"""Decode linears on a GPU: few tokens times quantised or fp16 matrices in tiles, with what follows; torch references.
 
-y[t, n] = s[n] * sum_k x[t, k] * W[n, k], with W the stored values before the last scale: E4M3 values (fp8), or E2M1
-values times their E4M3 block scale (nvfp4). Products of fp16 with fp16 are exact, sums are float32, s is applied once at
-the end in float32. docs/kernels.md has the tiling, docs/layouts.md the bytes.
+y[t, n] = s[n] * sum_k x[t, k] * W[n, k], with W the stored values before the last scale. Products of fp16 with fp16 are
+exact, sums are float32, s is applied once at the end in float32. Row t of every output has the same bits for every T and
+whatever else is in the launch. docs/kernels.md has the tiling, docs/layouts.md the bytes.
+
+Every operation runs on torch's current stream, neither synchronises nor needs a workspace, and may be captured in a graph
+once `prepare` was called. All raise InputError if shapes, dtypes, strides, alignment or devices do not fit, and
+EnvironmentFault if a kernel cannot be built, loaded or started.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from .module import load
+from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, task
+from .tuning import choice, multiprocessors
+from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
 
-SOURCE = "linear.cu"
+__all__ = [
+    "Fp8BlockWeight", "Fp8Weight", "HalfWeight", "Nvfp4Weight", "Weight", "linear", "linear_reference", "linears",
+    "linears_reference", "prepare", "swiglu", "swiglu_reference",
+]  # fmt: skip
 MAX_TOKENS = 24  # four lanes of one token and five drafts
-BAND = 32  # rows a block computes; the tile's rows
-GROUP = 16  # columns a tile
 THREADS = 256
+LARGEST_HALF = 65504.0
 _TOKENS_A_PRODUCT = 8
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_NIBBLE_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that stands in each nibble of a word, low nibble first
-_BYTE_COLUMNS = (0, 2, 1, 3)  # likewise for the bytes of an fp8 word
+SOURCES = {8: "linear_8.cu", 16: "linear_16.cu", 24: "linear_24.cu"}
 
 
-@dataclass(frozen=True)
-class Nvfp4Weight:
-    """An nvfp4 matrix [N, K] in layouts v100-nvfp4 and v100-scale.
+def linear(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    overflows: Tensor | None = None,
+) -> Tensor:
+    """x float16 [T, K], T = 1..24, times the weight transposed -> [T, N], plus `residual` float32 [T, N] if given.
 
-    words uint8 [N/32, K/16, 32, 8]; block_scale uint8 [N/32, K/16, 32] (E4M3, no NaN code); scale float32 [1], the
-    multiplier of the whole matrix, or [N], one a row, where matrices with their own multipliers stand side by side.
-    Raises InputError if the parts do not fit one another.
+    Written into `out` if given: `dtype` (float32, or float16 cut off at +-65504), unit stride along N, no overlap with
+    the inputs but that it may be the residual. `overflows` int32 [1] counts what was cut off.
     """
-
-    words: Tensor
-    block_scale: Tensor
-    scale: Tensor
-
-    def __post_init__(self) -> None:
-        _check_tiles("words", self.words, 8)
-        bands, groups = self.words.shape[:2]
-        _check("block_scale", self.block_scale, torch.uint8, (bands, groups, BAND), self.words.device)
-        if self.scale.shape != (1,):
-            _check("scale", self.scale, torch.float32, (bands * BAND,), self.words.device)
-        _check("scale", self.scale, torch.float32, tuple(self.scale.shape), self.words.device)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.words.shape[0] * BAND, self.words.shape[1] * GROUP
-
-    def values(self) -> Tensor:
-        """float32 [N, K] before `scale`; exact."""
-        nibbles = torch.stack((self.words & 15, self.words >> 4), dim=-1)
-        codes = _in_column_order(nibbles.reshape(*self.words.shape[:3], 2, 8), _NIBBLE_COLUMNS)
-        table = torch.tensor(_E2M1, device=codes.device)
-        scales = self.block_scale.view(torch.float8_e4m3fn).float()
-        return _as_matrix(table[codes.long()] * scales[..., None])
+    outs = None if out is None else [out]
+    return linears(x, [weight], outs, residuals=[residual], dtype=dtype, overflows=overflows)[0]
 
 
-@dataclass(frozen=True)
-class Fp8Weight:
-    """An fp8 matrix [N, K] in layout v100-fp8: words uint8 [N/32, K/16, 32, 16] (E4M3, no NaN code); scale float32 [N].
+def linears(
+    x: Tensor,
+    weights: Sequence[Weight],
+    outs: Sequence[Tensor] | None = None,
+    *,
+    residuals: Sequence[Tensor | None] | None = None,
+    dtype: torch.dtype = torch.float32,
+    overflows: Tensor | None = None,
+) -> list[Tensor]:
+    """Up to eight matrices with the same K, of any encodings, in one launch: `linear` of each, with the same bits."""
+    outs = _checked_outputs(x, weights, outs, residuals, dtype, overflows)
+    _check_device(x, weights)
+    epilogue = FLOAT if dtype == torch.float32 else HALF
+    filled = task(x, list(weights), outs, epilogue, list(residuals) if residuals else None, overflows)
+    encodings = {weight.encoding for weight in weights}
+    _launch(x, encodings.pop() if len(encodings) == 1 else "any", filled)
+    return outs
 
-    Raises InputError if the parts do not fit one another.
+
+def swiglu(
+    x: Tensor, gate: Weight, up: Weight, out: Tensor | None = None, *, overflows: Tensor | None = None
+) -> Tensor:
+    """silu(x gate^T) * (x up^T) -> float16 [T, N], cut off at +-65504; gate and up of one shape and encoding.
+
+    Other arguments as for `linear`.
     """
-
-    words: Tensor
-    scale: Tensor
-
-    def __post_init__(self) -> None:
-        _check_tiles("words", self.words, 16)
-        _check("scale", self.scale, torch.float32, (self.words.shape[0] * BAND,), self.words.device)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.words.shape[0] * BAND, self.words.shape[1] * GROUP
-
-    def values(self) -> Tensor:
-        """float32 [N, K] before `scale`; exact."""
-        words = _in_column_order(self.words.reshape(*self.words.shape[:3], 4, 4), _BYTE_COLUMNS)
-        return _as_matrix(words.contiguous().view(torch.float8_e4m3fn).float())
-
-
-Weight = Nvfp4Weight | Fp8Weight
-
-
-def linear(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
-    """x float16 [T, K], T = 1..24, times the weight transposed -> float32 [T, N], on torch's current stream.
-
-    Row t has the same bits for every T. Written into `out` (contiguous, no overlap with the inputs) if given. No
-    synchronisation and no workspace; may be captured in a graph once `prepare` was called.
-    Raises InputError if shapes, dtypes, contiguity, alignment or devices do not fit, EnvironmentFault if the kernel
-    cannot be built, loaded or started.
-    """
-    out = _checked_output(x, weight, out)
-    if x.device.type != "cuda":
-        raise InputError(f"x is on {x.device}: this kernel runs on a CUDA device; linear_reference runs on any.")
-    for name, tensor in (("x", x), ("words", weight.words)):
-        if tensor.data_ptr() % 16:
-            raise InputError(f"{name} starts at an address that is not a multiple of 16: the kernel loads 16 bytes.")
-    tokens = x.shape[0]
-    rows, columns = weight.shape
-    encoding, block_scale = ("nvfp4", weight.block_scale) if isinstance(weight, Nvfp4Weight) else ("fp8", None)
-    padded = -(-tokens // _TOKENS_A_PRODUCT) * _TOKENS_A_PRODUCT
-    scale_stride = 0 if weight.scale.numel() == 1 else 1
-    load(SOURCE, x.device.index).launch(
-        f"linear_{encoding}_{padded}",
-        rows // BAND,
-        THREADS,
-        (x, weight.words, block_scale, weight.scale, scale_stride, out, tokens, columns // GROUP),
-    )
+    out = _checked_swiglu(x, gate, up, out, overflows)
+    _check_device(x, [gate, up])
+    _launch(x, gate.encoding, task(x, [gate, up], [out], SWIGLU, None, overflows))
     return out
 
 
-def linear_reference(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
+def linear_reference(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    overflows: Tensor | None = None,
+) -> Tensor:
     """What `linear` computes, in float32 torch operations on any device; errors and shapes are the same."""
-    out = _checked_output(x, weight, out)
-    return out.copy_((x.float() @ weight.values().t()) * weight.scale)
+    outs = None if out is None else [out]
+    return linears_reference(x, [weight], outs, residuals=[residual], dtype=dtype, overflows=overflows)[0]
+
+
+def linears_reference(
+    x: Tensor,
+    weights: Sequence[Weight],
+    outs: Sequence[Tensor] | None = None,
+    *,
+    residuals: Sequence[Tensor | None] | None = None,
+    dtype: torch.dtype = torch.float32,
+    overflows: Tensor | None = None,
+) -> list[Tensor]:
+    """What `linears` computes, in float32 torch operations on any device."""
+    outs = _checked_outputs(x, weights, outs, residuals, dtype, overflows)
+    for index, (weight, out) in enumerate(zip(weights, outs, strict=True)):
+        y = _product(x, weight)
+        residual = residuals[index] if residuals else None
+        _store(y if residual is None else y + residual, out, overflows)
+    return outs
+
+
+def swiglu_reference(
+    x: Tensor, gate: Weight, up: Weight, out: Tensor | None = None, *, overflows: Tensor | None = None
+) -> Tensor:
+    """What `swiglu` computes, in float32 torch operations on any device."""
+    out = _checked_swiglu(x, gate, up, out, overflows)
+    opened = _product(x, gate)
+    _store(opened / (1.0 + torch.exp(-opened)) * _product(x, up), out, overflows)
+    return out
 
 
 def prepare(device: torch.device) -> None:
     """Compile and load the kernels for a CUDA device, so that no later call has to."""
-    load(SOURCE, torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for source in SOURCES.values():
+        load(source, index, choice(index).defines)
 
 
-def _checked_output(x: Tensor, weight: Weight, out: Tensor | None) -> Tensor:
-    rows, columns = weight.shape
-    if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
-        raise InputError(f"x is {list(x.shape)}: expected [T, {columns}] with T from 1 to {MAX_TOKENS}.")
-    _check("x", x, torch.float16, (x.shape[0], columns), weight.words.device)
+def _launch(x: Tensor, kernel: str, filled: Task) -> None:
+    padded = -(-x.shape[0] // _TOKENS_A_PRODUCT) * _TOKENS_A_PRODUCT
+    device = x.device.index
+    tuned = choice(device)
+    module = load(SOURCES[padded], device, tuned.defines)
+    blocks = tuned.blocks(filled.items, multiprocessors(device))
+    shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
+    module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes)
+
+
+def _product(x: Tensor, weight: Weight) -> Tensor:
+    return (x.float() @ weight.values().t()) * weight.scale
+
+
+def _store(y: Tensor, out: Tensor, overflows: Tensor | None) -> None:
+    if out.dtype == torch.float16:
+        if overflows is not None:
+            overflows += (y.abs() > LARGEST_HALF).sum().to(overflows.dtype)
+        y = y.clamp(-LARGEST_HALF, LARGEST_HALF)
+    out.copy_(y)
+
+
+def _check_device(x: Tensor, weights: Sequence[Weight]) -> None:
+    if x.device.type != "cuda":
+        raise InputError(f"x is on {x.device}: this kernel runs on a CUDA device; the reference runs on any.")
+    for name, tensor in (("x", x), *(("words", weight.words) for weight in weights)):
+        if tensor.data_ptr() % 16:
+            raise InputError(f"{name} starts at an address that is not a multiple of 16: the kernel loads 16 bytes.")
+    for weight in weights:
+        if isinstance(weight, Nvfp4Weight) and weight.block_scale.data_ptr() % 16:
+            raise InputError(
+                "block_scale starts at an address that is not a multiple of 16: the kernel loads 16 bytes."
+            )
+
+
+def _checked_outputs(
+    x: Tensor,
+    weights: Sequence[Weight],
+    outs: Sequence[Tensor] | None,
+    residuals: Sequence[Tensor | None] | None,
+    dtype: torch.dtype,
+    overflows: Tensor | None,
+) -> list[Tensor]:
+    if not 1 <= len(weights) <= MATRICES:
+        raise InputError(f"{len(weights)} matrices: one launch takes 1 to {MATRICES}.")
+    if dtype not in (torch.float32, torch.float16):
+        raise InputError(f"outputs of {dtype}: expected float32 or float16.")
+    for weight in weights:
+        _check_input(x, weight)
+    if outs is None:
+        outs = [torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device) for weight in weights]
+    if len(outs) != len(weights) or (residuals is not None and len(residuals) != len(weights)):
+        raise InputError(f"{len(weights)} matrices need as many outputs and residuals.")
+    for weight, out in zip(weights, outs, strict=True):
+        _check_rows("out", out, dtype, (x.shape[0], weight.shape[0]), x.device)
+    for out, residual in zip(outs, residuals or [None] * len(outs), strict=True):
+        if residual is not None:
+            _check_rows("residual", residual, torch.float32, tuple(out.shape), x.device)
+            if residual.shape[0] > 1 and residual.stride(0) != out.stride(0):
+                raise InputError(f"residual has rows of {residual.stride(0)} elements, out of {out.stride(0)}.")
+    _check_counter(overflows, x.device)
+    return list(outs)
+
+
+def _checked_swiglu(x: Tensor, gate: Weight, up: Weight, out: Tensor | None, overflows: Tensor | None) -> Tensor:
+    _check_input(x, gate)
+    if gate.encoding != up.encoding or gate.shape != up.shape:
+        raise InputError(f"gate is {gate.encoding} {gate.shape}, up is {up.encoding} {up.shape}: they must agree.")
+    _check_input(x, up)
+    _check_counter(overflows, x.device)
     if out is None:
-        return torch.empty(x.shape[0], rows, dtype=torch.float32, device=x.device)
-    _check("out", out, torch.float32, (x.shape[0], rows), x.device)
+        return torch.empty(x.shape[0], gate.shape[0], dtype=torch.float16, device=x.device)
+    _check_rows("out", out, torch.float16, (x.shape[0], gate.shape[0]), x.device)
     return out
 
 
-def _check_tiles(name: str, tensor: Tensor, bytes_per_group: int) -> None:
-    if tensor.dim() != 4 or 0 in tensor.shape or tensor.shape[2:] != (BAND, bytes_per_group):
-        raise InputError(f"{name} is {list(tensor.shape)}: expected [N/{BAND}, K/{GROUP}, {BAND}, {bytes_per_group}].")
-    _check(name, tensor, torch.uint8, tuple(tensor.shape), tensor.device)
+def _check_input(x: Tensor, weight: Weight) -> None:
+    columns = weight.shape[1]
+    if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_TOKENS:
+        raise InputError(f"x is {list(x.shape)}: expected [T, {columns}] with T from 1 to {MAX_TOKENS}.")
+    check("x", x, torch.float16, (x.shape[0], columns), weight.words.device)
 
 
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if tuple(tensor.shape) != shape:
-        raise InputError(f"{name} is {list(tensor.shape)}: expected {list(shape)}.")
-    if tensor.dtype != dtype:
-        raise InputError(f"{name} is {tensor.dtype}: expected {dtype}.")
-    if tensor.device != device:
-        raise InputError(f"{name} is on {tensor.device}, the rest on {device}: they must share a device.")
-    if not tensor.is_contiguous():
-        raise InputError(f"{name} {list(tensor.shape)} is not contiguous (strides {list(tensor.stride())}).")
+def _check_rows(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """As `check`, for a tensor that may be columns of a wider one."""
+    unit = tensor.dim() != 2 or tensor.shape[1] == 1 or tensor.stride(1) == 1
+    apart = tensor.dim() != 2 or tensor.shape[0] == 1 or tensor.stride(0) >= tensor.shape[1]
+    if tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.device == device and unit and apart:
+        return
+    if not (unit and apart) and tuple(tensor.shape) == shape:
+        raise InputError(f"{name} {list(shape)} is not contiguous along its rows (strides {list(tensor.stride())}).")
+    check(name, tensor, dtype, shape, device)
 
 
-def _in_column_order(stored: Tensor, columns: tuple[int, ...]) -> Tensor:
-    """stored [..., words, places], with column columns[p] of its word at place p -> [..., columns in order]."""
-    places = torch.tensor(columns, device=stored.device).argsort()
-    return stored[..., places].flatten(-2)
-
-
-def _as_matrix(tiles: Tensor) -> Tensor:
-    """[N/32, K/16, 32, 16] -> [N, K]."""
-    bands, groups = tiles.shape[:2]
-    return tiles.permute(0, 2, 1, 3).reshape(bands * BAND, groups * GROUP)
+def _check_counter(overflows: Tensor | None, device: torch.device) -> None:
+    if overflows is not None:
+        check("overflows", overflows, torch.int32, (1,), device)

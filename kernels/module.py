@@ -18,7 +18,6 @@ Argument = (
 )  # pointer, int32, float32, struct by value, null pointer
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
-_DEFAULT_SHARED = 48 << 10  # bytes a block may have without asking
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
 
 
@@ -102,7 +101,7 @@ class Module:
         if name not in self._functions:
             self._functions[name] = self._call("cuModuleGetFunction", self._module, name.encode())
         function = self._functions[name]
-        if shared_bytes > max(_DEFAULT_SHARED, self._shared.get(name, 0)):
+        if shared_bytes > self._shared.get(name, 0):  # static and dynamic memory share the 48 KB that need no asking
             limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._call("cuFuncSetAttribute", function, limit, shared_bytes, what=f"shared memory of {name}")
             self._shared[name] = shared_bytes

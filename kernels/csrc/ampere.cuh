@@ -1,5 +1,7 @@
-// What sm_80 and newer have in place of sm_70's: a larger product, and copies to shared memory that need no registers.
+// What sm_80 and newer have in place of sm_70's: a larger product, copies to shared memory that need no registers, and
+// (sm_89) the conversion of E4M3.
 #pragma once
+#include "shared.cuh"
 
 // sum += a b for a 16 x 16, b 16 x 8, fp16 in, FP32 out. With g = lane / 4 and q = lane % 4:
 // a: (g, 2q..), (g + 8, 2q..), (g, 2q + 8..), (g + 8, 2q + 8..), two columns each; b: (2q.., g), (2q + 8.., g);
@@ -13,11 +15,14 @@ __device__ __forceinline__ void multiply_16x8(float *sum, unsigned a0, unsigned 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 16 bytes from global to shared memory, zeros if not `valid`; past the first-level cache.
-__device__ __forceinline__ void copy_async(void *shared, const void *global, bool valid) {
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0)
-                 : "memory");
+// 16 bytes from global to shared memory, past the first-level cache.
+__device__ __forceinline__ void copy_async(SharedAddress shared, const unsigned char *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// 16 zeros in place of what is not there; `global` is any valid address.
+__device__ __forceinline__ void zero_async(SharedAddress shared, const unsigned char *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, 0;" ::"r"(shared), "l"(global) : "memory");
 }
 
 // Ends a group of this thread's copies.
@@ -26,4 +31,20 @@ __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_
 // Waits until at most `pending` of this thread's groups are under way.
 template <int pending> __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Two E4M3 bytes, the lower one to the lower half; exact.
+__device__ __forceinline__ unsigned e4m3_pair(unsigned short bytes) {
+#if __CUDA_ARCH__ >= 890
+    unsigned pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(bytes));
+    return pair;
+#else
+    return 0; // not called
+#endif
+}
+
+// Bytes of a and b by the nibbles of `selector`.
+__device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned selector) {
+    return __byte_perm(a, b, selector);
 }

@@ -5,10 +5,15 @@
 
 // E2M1 code * 2^-14: sign to bit 15, exponent and mantissa to bits 9..11 (E2M1 has bias 1, fp16 bias 15). Exact, the
 // code 0.5 becoming the subnormal 2^-15. `pair` is 0..3, columns 2 pair and 2 pair + 1 of the word's eight.
+// Signs are first moved three bits up, to where one shift brings them to bit 15 together with their magnitude: even and
+// odd nibbles apart, for their neighbours' bits are in the way. What the pairs of a word share is computed once.
 __device__ __forceinline__ unsigned nvfp4_pair(unsigned word, int pair) {
-    const unsigned sign = word << (12 - 4 * pair);
-    const unsigned magnitude = pair < 3 ? word << (9 - 4 * pair) : word >> 3;
-    return (sign & 0x80008000u) | (magnitude & 0x0E000E00u);
+    if (pair == 3) {
+        return (word & 0x80008000u) | (word >> 3 & 0x0E000E00u);
+    }
+    const unsigned own = pair == 1 ? 0x70707070u : 0x07070707u;
+    const unsigned joined = (word & own) | (word << 3 & ~own);
+    return joined << (9 - 4 * pair) & 0x8E008E00u;
 }
 
 // E4M3 value * 2^-8: sign to bit 15, exponent and mantissa to bits 7..13 (bias 7 against 15). Exact, subnormals

@@ -2,6 +2,9 @@
 // it checks each address.
 #pragma once
 
+// Shared memory whose size is chosen at the launch.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+
 template <class T> __device__ __forceinline__ T read(const T *address) { return *address; }
 template <class T> __device__ __forceinline__ void write(T *address, T value) { *address = value; }
 
@@ -25,4 +28,15 @@ __device__ __forceinline__ unsigned subtract_pairs(unsigned a, unsigned b) {
     unsigned difference;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
     return difference;
+}
+
+// Two fp16 nearest to two values, the first in the lower half.
+__device__ __forceinline__ unsigned half_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return half_bits(low) | half_bits(high) << 16;
+#endif
 }

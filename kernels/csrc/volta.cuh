@@ -1,4 +1,4 @@
-// The two sm_70 instructions that C++ cannot name. fp16 pairs travel as unsigned bit patterns.
+// The sm_70 instructions that C++ cannot name. fp16 pairs travel as unsigned bit patterns.
 #pragma once
 
 // Product of fp16 pairs, subnormals kept.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from .opened import Events, OpenRequest
 from .request_log import note_answer
 
 _RATE_WINDOW_SECONDS = 5.0
+SUSPICIOUS_DRAFTS = 500
 
 
 @dataclass
@@ -32,6 +34,10 @@ class Counters:
     accepted: int = 0
     restarts: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why finished answers ended
+
+    def drafts_are_dead(self) -> bool:
+        """True if so many drafts were judged and none ever stood: weights of the MTP layer that are not the model's."""
+        return self.proposed >= SUSPICIOUS_DRAFTS and not self.accepted
 
 
 class Hub:
@@ -51,6 +57,7 @@ class Hub:
         self.draining = False
         self.retry_after = 1
         self.counters = Counters()
+        self._warned = False
         self.meters = Meters()
 
     @property
@@ -157,6 +164,14 @@ class Hub:
             self.counters.completion_tokens += len(event.tokens)
             self.counters.proposed += event.proposed
             self.counters.accepted += event.accepted
+            if not self._warned and self.counters.drafts_are_dead():
+                self._warned = True
+                print(
+                    f"duovolt serve: WARNING: {self.counters.proposed} drafts judged, none accepted: the MTP layer's weights "
+                    "are damaged or another model's. Run `duovolt verify`; `--drafts 0` serves without them.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._recent.append((now, len(event.tokens)))
             opened = self._open.get(event.request_id)
             if opened is None:

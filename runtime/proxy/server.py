@@ -74,7 +74,7 @@ class _Server:
             Observed(allowed, paths, self._hub.meters, log, plan.options.log_content),
             ssl_certfile=plan.options.tls_cert,
             ssl_keyfile=plan.options.tls_key,
-            http=PatientProtocol,
+            http=PatientProtocol,  # whatever else is installed: it bounds the size and the time of a head
             log_level="error",
             access_log=False,
             lifespan="off",

@@ -50,7 +50,7 @@ def read_script(path: Path) -> list[ScriptedAnswer]:
     return answers
 
 
-_MADE_UP_ROUNDS = 4
+_MADE_UP_ROUNDS = 25
 
 
 @dataclass
@@ -121,7 +121,7 @@ class ScriptedEngine:
         return record, events
 
     def _keep_pace(self, delay: float) -> None:
-        """Wait until a round may come. Lost time is made up for, but for no more than a few rounds of it."""
+        """Wait until a round may come. Lost time is made up for, up to a number of rounds: a pace, not a pause."""
         now = time.monotonic()
         self._due = max(self._due, now - _MADE_UP_ROUNDS * delay) + delay
         if self._due > now:

@@ -35,7 +35,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel: set[str]) -> None:
 
 
 @pytest.mark.parametrize("pattern", [
-    "duovolt/kernels/csrc/linear.cu",
+    "duovolt/kernels/csrc/linear_8.cu",
     "duovolt/convert/recipes/v100.toml",
     "duovolt/runtime/proxy/page/index.html",
     "duovolt/tiny/checkpoint/tokenizer.json",

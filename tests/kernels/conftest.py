@@ -1,4 +1,4 @@
-"""Matrices in both encodings, and the CUDA source compiled for the host."""
+"""Matrices in every encoding, and the CUDA sources compiled for the host."""
 
 import ctypes
 import shutil
@@ -14,9 +14,17 @@ import torch
 from duovolt.checkpoint.encodings import fp8, nvfp4
 from duovolt.checkpoint.layouts import LAYOUTS
 from duovolt.kernels.build import CSRC
-from duovolt.kernels.linear import Fp8Weight, Nvfp4Weight, Weight
+from duovolt.kernels.linear import SOURCES
+from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 EMULATOR = Path(__file__).with_name("emulator.hpp")
+REPLACED = (
+    "half.cuh",
+    "shared.cuh",
+    "volta.cuh",
+    "ampere.cuh",
+)  # instructions that C++ cannot name: the emulator has them
+HOST_ARCHES = {"volta": 700, "ampere": 800, "ada": 890}
 
 
 @dataclass
@@ -29,11 +37,27 @@ class Sample:
 
 def encoded(encoding: str, matrix: np.ndarray) -> Sample:
     """`matrix` float32 [N, K] quantised by the codec and laid out."""
+    if encoding in ("half", "bf16"):
+        limit = 65504 if encoding == "half" else 3e38
+        plain = torch.from_numpy(np.clip(matrix, -limit, limit))
+        plain = plain.to(torch.float16 if encoding == "half" else torch.bfloat16)
+        return Sample(HalfWeight.of(plain), plain.double().numpy())
     if encoding == "fp8":
         scale = fp8.row_scales(np.abs(matrix).max(axis=1))
         words = fp8.encode_rows(matrix, scale)
         exact = fp8.DECODE[words].astype(np.float64) * scale.astype(np.float64)[:, None]
         return Sample(Fp8Weight(_tiles("v100-fp8", words), torch.from_numpy(scale)), exact)
+    if encoding == "fp8_blocks":
+        rows, columns = matrix.shape
+        grid = (-(-rows // 128), -(-columns // 128))
+        padded = np.zeros((grid[0] * 128, grid[1] * 128), np.float32)
+        padded[:rows, :columns] = np.abs(matrix)
+        largest = padded.reshape(grid[0], 128, grid[1], 128).max(axis=(1, 3))
+        scale = fp8.row_scales(largest.reshape(-1)).reshape(grid)
+        spread = scale.repeat(128, 0).repeat(128, 1)[:rows, :columns]
+        words = fp8.to_e4m3(matrix / spread)
+        exact = fp8.DECODE[words].astype(np.float64) * spread.astype(np.float64)
+        return Sample(Fp8BlockWeight(_tiles("v100-fp8", words), torch.from_numpy(scale)), exact)
     multiplier = np.float32(nvfp4.multiplier(float(np.abs(matrix).max())))
     words, block_scale = nvfp4.encode(matrix, multiplier)
     values = nvfp4.decode(words, fp8.DECODE[block_scale])
@@ -52,17 +76,22 @@ def encode() -> Callable[[str, np.ndarray], Sample]:
     return encoded
 
 
-@pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """linear.cu as it stands, compiled for the host with an emulation of the GPU's threads and of m8n8k4."""
+@pytest.fixture(scope="session", params=HOST_ARCHES)
+def host_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The linear's sources as they stand, compiled for the host with an emulation of a GPU's threads and products."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler (g++ or clang++): the CUDA source cannot be run on the host")
     folder = tmp_path_factory.mktemp("host")
-    for name in ("linear.cu", "decode.cuh"):
-        shutil.copy(CSRC / name, folder)
-    (folder / "volta.cuh").write_text("")  # its two instructions are the emulator's
-    (folder / "host.cpp").write_text(f'#include "{EMULATOR}"\n#include "linear.cu"\n')
+    for path in (*CSRC.glob("*.cu*"), Path(__file__).with_name("entry.hpp")):
+        shutil.copy(path, folder)
+    for name in REPLACED:
+        (folder / name).write_text("")
+    (folder / "host.cpp").write_text(
+        f'#define __CUDA_ARCH__ {HOST_ARCHES[request.param]}\n#include "{EMULATOR}"\n'
+        + "".join(f'#include "{name}"\n' for name in SOURCES.values())
+        + '#include "dequantise.cu"\n#include "entry.hpp"\n'
+    )
     library = folder / "host.so"
     command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "host.cpp", "-o", str(library)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

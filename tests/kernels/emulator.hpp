@@ -1,18 +1,22 @@
-// Runs a CUDA kernel of one source on the host: a thread a CUDA thread, one block after another.
-// The tensor-core product follows the fragment tables of the PTX ISA, "Matrix Fragments for mma.m8n8k4".
+// Runs the decode linear's CUDA sources on the host: a thread a CUDA thread, one block after another.
+// Tensor-core products follow the fragment tables of the PTX ISA, "Matrix Fragments for mma.m8n8k4" and "mma.m16n8k16".
 #include <pthread.h>
 
 #include <atomic>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <thread>
 #include <vector>
 
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static
+
+#define __noinline__
 
 struct uint2 {
     unsigned x, y;
@@ -21,7 +25,7 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 struct Index {
-    int x;
+    int x, y;
 };
 static thread_local Index threadIdx;
 static Index blockIdx, blockDim, gridDim;
@@ -31,19 +35,21 @@ static pthread_barrier_t block_barrier, warp_barriers[32];
 struct Range {
     const char *begin, *end;
 };
-static Range inputs[3];
+static std::vector<Range> inputs;
 static std::atomic<int> stray_loads;
 
-template <class T> T __ldg(const T *address) {
-    const char *begin = reinterpret_cast<const char *>(address), *end = begin + sizeof(T);
+inline bool inside(const void *address, size_t bytes) {
+    const char *begin = static_cast<const char *>(address), *end = begin + bytes;
     for (const Range &input : inputs) {
         if (begin >= input.begin && end <= input.end) {
-            return *address;
+            return true;
         }
     }
     ++stray_loads;
-    return T{};
+    return false;
 }
+
+template <class T> T __ldg(const T *address) { return inside(address, sizeof(T)) ? *address : T{}; }
 template <class T> T __ldcs(const T *address) { return __ldg(address); }
 inline void __syncwarp() {} // orders loads for the compiler only
 inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
@@ -91,35 +97,107 @@ inline void multiply_accumulate(float (&sum)[8], unsigned a0, unsigned a1, unsig
     pthread_barrier_wait(&warp_barriers[warp]);
 }
 
-using Linear = void (*)(const unsigned short *, const unsigned char *, const unsigned char *, const float *, int,
-                        float *, int, int);
-
-static Range range(const void *begin, size_t bytes) {
-    const char *first = static_cast<const char *>(begin);
-    return {first, first + (first ? bytes : 0)};
+inline void multiply_16x8(float *sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    struct Wide {
+        unsigned a[4], b[2];
+    };
+    static Wide wide[1024];
+    wide[threadIdx.x] = {{a0, a1, a2, a3}, {b0, b1}};
+    pthread_barrier_wait(&warp_barriers[warp]);
+    const Wide *lanes = wide + warp * 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double total = sum[i];
+        for (int k = 0; k < 16; ++k) {
+            const unsigned left = lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
+            const unsigned right = lanes[column * 4 + k % 8 / 2].b[k / 8];
+            total += double(from_half(left >> k % 2 * 16 & 0xFFFF)) * from_half(right >> k % 2 * 16 & 0xFFFF);
+        }
+        sum[i] = float(total);
+    }
+    pthread_barrier_wait(&warp_barriers[warp]);
 }
 
-// The number of loads outside of x, words and block_scales; a lane's part of a tile is `word_bytes` long.
-extern "C" int emulate(Linear kernel, int blocks, int threads, int word_bytes, const unsigned short *x,
-                       const unsigned char *words, const unsigned char *block_scales, const float *scale,
-                       int scale_stride, float *y, int tokens, int groups) {
-    const size_t lanes = size_t(blocks) * groups * 32;
-    inputs[0] = range(x, size_t(tokens) * groups * 32);
-    inputs[1] = range(words, lanes * word_bytes);
-    inputs[2] = range(block_scales, lanes);
+// Copies happen when they are waited for, at the latest possible time: a read that does not wait finds old bytes.
+struct Copy {
+    unsigned char *shared;
+    const unsigned char *global;
+    bool valid;
+};
+using SharedAddress = unsigned char *;
+inline SharedAddress shared_address(void *shared) { return static_cast<unsigned char *>(shared); }
+inline unsigned shared_1(SharedAddress address) { return *address; }
+inline uint2 shared_8(SharedAddress address) { return *reinterpret_cast<uint2 *>(address); }
+inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *>(address); }
+inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
+static thread_local std::vector<std::vector<Copy>> groups(1);
+inline void copy_async(SharedAddress shared, const unsigned char *global) { groups.back().push_back({shared, global, true}); }
+inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
+inline void commit_copies() { groups.emplace_back(); }
+template <int pending> void wait_copies() {
+    while (int(groups.size()) - 1 > pending) {
+        for (const Copy &copy : groups.front()) {
+            if (copy.valid && inside(copy.global, 16)) {
+                std::memcpy(copy.shared, copy.global, 16);
+            } else {
+                std::memset(copy.shared, 0, 16);
+            }
+        }
+        groups.erase(groups.begin());
+    }
+    pthread_barrier_wait(&warp_barriers[threadIdx.x / 32]); // the __syncwarp that must follow
+}
+
+inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
+    unsigned result = 0;
+    for (int byte = 0; byte < 4; ++byte) {
+        result |= unsigned(both >> (selector >> 4 * byte & 7) * 8 & 0xFF) << 8 * byte;
+    }
+    return result;
+}
+
+inline unsigned e4m3_half(unsigned byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float magnitude = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+    return to_half(byte & 0x80 ? -magnitude : magnitude);
+}
+inline unsigned e4m3_pair(unsigned short bytes) { return e4m3_half(bytes & 0xFF) | e4m3_half(bytes >> 8) << 16; }
+
+inline float half_value(unsigned bits) { return from_half(bits & 0xFFFF); }
+inline unsigned half_bits(float value) { return std::isfinite(value) ? to_half(value) : value > 0 ? 0x7C00 : 0xFC00; }
+inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline unsigned atomicAdd(unsigned *address, unsigned value) { return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST); }
+static unsigned char dynamic_bytes[1 << 18] __attribute__((aligned(16)));
+inline unsigned char *dynamic_shared() { return dynamic_bytes; }
+
+// Loads from now on are checked against `count` ranges, each a beginning and a size.
+inline void set_ranges(int count, const size_t *ranges) {
+    inputs.clear();
+    for (int index = 0; index < count; ++index) {
+        const char *begin = reinterpret_cast<const char *>(ranges[2 * index]);
+        inputs.push_back({begin, begin + ranges[2 * index + 1]});
+    }
     stray_loads = 0;
-    gridDim.x = blocks;
+}
+
+// Runs a kernel; the number of loads outside of the ranges.
+template <class Call> int emulate(int blocks, int blocks_y, int threads, Call call) {
+    gridDim = {blocks, blocks_y};
     blockDim.x = threads;
+    std::memset(dynamic_bytes, 0xFF, sizeof dynamic_bytes); // NaNs: what is read before it was written shows
     pthread_barrier_init(&block_barrier, nullptr, threads);
     for (int warp = 0; warp < threads / 32; ++warp) {
         pthread_barrier_init(&warp_barriers[warp], nullptr, 32);
     }
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    for (int block = 0; block < blocks * blocks_y; ++block) {
+        blockIdx = {block % blocks, block / blocks};
         std::vector<std::thread> running;
         for (int index = 0; index < threads; ++index) {
             running.emplace_back([=] {
                 threadIdx.x = index;
-                kernel(x, words, block_scales, scale, scale_stride, y, tokens, groups);
+                call();
             });
         }
         for (std::thread &thread : running) {

@@ -14,14 +14,14 @@ from duovolt.cli.main import main
 from duovolt.kernels import build as builder
 from duovolt.kernels import module
 
-KERNELS = {f"linear_{kind}_{tokens}" for kind in ("nvfp4", "fp8") for tokens in (8, 16, 24)}
+KERNELS = {f"linear_{kind}_8" for kind in ("nvfp4", "fp8", "fp8_blocks", "half", "any")}
 FORBIDDEN = {  # what sm_70 lacks, what it does slowly, and what would make a sum depend on timing
     "asynchronous copies": r"\bcp\.async",
     "ldmatrix": r"\bldmatrix",
     "later tensor-core shapes": r"\bw?mma\S*\.m(?!8n8k4)\d+n\d+k\d+",
     "bf16, fp8 and fp4 types": r"\.(bf16|e4m3|e5m2|e2m1)",
     "integer to fp16": r"\bcvt\.\S*f16\.[us]\d",
-    "atomics": r"\b(atom|red)\.",
+    "atomic sums": r"\b(atom|red)\.\S*\.f(16|32|64)",
 }
 
 
@@ -37,8 +37,8 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def one_source(monkeypatch):
-    """The command builds linear.cu alone: all of them take half a minute."""
-    monkeypatch.setattr(command, "sources", lambda: ["linear.cu"])
+    """The command builds one source alone: all of them take half a minute."""
+    monkeypatch.setattr(command, "sources", lambda: ["read.cu"])
 
 
 @pytest.fixture
@@ -51,7 +51,8 @@ def nvrtc():
 
 
 def test_ptx_is_for_sm_70_and_holds_nothing_that_volta_lacks(nvrtc):
-    ptx = builder.build("linear.cu", "compute_70").image.decode()
+    assert {"linear_8.cu", "linear_16.cu", "linear_24.cu", "dequantise.cu", "read.cu"} <= set(builder.sources())
+    ptx = builder.build("linear_8.cu", "compute_70").image.decode()
     assert re.search(r"^\.target sm_70$", ptx, re.M)
     assert set(re.findall(r"\.visible \.entry (\w+)", ptx)) == KERNELS
     assert "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32" in ptx
@@ -71,7 +72,7 @@ def test_forbidden_patterns_do_find_what_they_name():
 
 
 def test_machine_code_for_a_v100(nvrtc):
-    image = builder.build("linear.cu", "sm_70").image
+    image = builder.build("linear_8.cu", "sm_70").image
     assert image[:4] == b"\x7fELF"
     assert int.from_bytes(image[18:20], "little") == 190  # EM_CUDA
     assert image[48] == 70  # e_flags: the architecture
@@ -79,39 +80,39 @@ def test_machine_code_for_a_v100(nvrtc):
 
 
 def test_second_build_comes_from_the_cache_and_a_damaged_one_does_not(nvrtc):
-    first = builder.build("linear.cu", "compute_70")
-    second = builder.build("linear.cu", "compute_70")
+    first = builder.build("read.cu", "compute_70")
+    second = builder.build("read.cu", "compute_70")
     assert (first.cached, second.cached) == (False, True)
     assert second.image == first.image
     assert first.path.is_relative_to(builder.cache_directory())
     content = bytearray(first.path.read_bytes())
     content[len(content) // 2] ^= 1
     first.path.write_bytes(content)
-    third = builder.build("linear.cu", "compute_70")
+    third = builder.build("read.cu", "compute_70")
     assert not third.cached and third.image == first.image
-    assert builder.build("linear.cu", "compute_70").cached
+    assert builder.build("read.cu", "compute_70").cached
 
 
-@pytest.mark.parametrize("changed", ["linear.cu", "decode.cuh"])
+@pytest.mark.parametrize("changed", ["read.cu", "decode.cuh"])
 def test_a_changed_source_or_header_misses(nvrtc, monkeypatch, tmp_path, changed):
     copy = tmp_path / "csrc"
     shutil.copytree(builder.CSRC, copy)
     monkeypatch.setattr(builder, "CSRC", copy)
-    before = builder.build("linear.cu", "compute_70")
-    name = builder.file_name("linear.cu", "compute_70")
+    before = builder.build("read.cu", "compute_70")
+    name = builder.file_name("read.cu", "compute_70")
     with (copy / changed).open("a") as file:
         file.write("// another byte\n")
-    after = builder.build("linear.cu", "compute_70")
+    after = builder.build("read.cu", "compute_70")
     assert not after.cached and after.path != before.path
-    assert builder.file_name("linear.cu", "compute_70") != name
+    assert builder.file_name("read.cu", "compute_70") != name
 
 
 def test_architectures_and_definitions_do_not_share_an_entry(nvrtc):
-    plain = builder.build("linear.cu", "compute_70")
-    assert not builder.build("linear.cu", "sm_70").cached
-    defined = builder.build("linear.cu", "compute_70", ("UNUSED=1",))
+    plain = builder.build("read.cu", "compute_70")
+    assert not builder.build("read.cu", "sm_70").cached
+    defined = builder.build("read.cu", "compute_70", ("UNUSED=1",))
     assert not defined.cached and defined.path != plain.path and defined.image == plain.image
-    names = {builder.file_name("linear.cu", "compute_70", defines) for defines in ((), ("UNUSED=1",))}
+    names = {builder.file_name("read.cu", "compute_70", defines) for defines in ((), ("UNUSED=1",))}
     assert len(names) == 2
 
 
@@ -123,38 +124,36 @@ def test_native_code_is_preferred_and_ptx_is_what_remains(nvrtc, monkeypatch):
         return builder.build(source, arch, defines).image
 
     monkeypatch.setattr(module, "image_for", image_for)
-    assert module._first_image("linear.cu", ["sm_80", "compute_70"], ())[0] == "sm_80"
-    arch, image = module._first_image("linear.cu", ["sm_199", "compute_70"], ())
+    assert module._first_image("read.cu", ["sm_80", "compute_70"], ())[0] == "sm_80"
+    arch, image = module._first_image("read.cu", ["sm_199", "compute_70"], ())
     assert arch == "compute_70" and b".target sm_70" in image
     assert built == ["sm_80", "sm_199", "compute_70"]
     with pytest.raises(EnvironmentFault, match=r"sm_199.*unknown"):
-        module._first_image("linear.cu", ["sm_199"], ())
+        module._first_image("read.cu", ["sm_199"], ())
 
 
 @pytest.mark.parametrize("arch", ["", "70", "sm_7", "sm_61", "compute_60", "v100", "sm_70;rm", "sm_70 "])
 def test_misspelt_and_older_architectures_are_refused(arch):
     with pytest.raises(InputError, match="a V100 is sm_70"):
-        builder.build("linear.cu", arch)
+        builder.build("read.cu", arch)
 
 
 def test_an_architecture_nobody_made_is_refused(nvrtc):
     with pytest.raises(InputError, match=r"'sm_77' is unknown to NVRTC 12\.\d+, which knows 70, "):
-        builder.build("linear.cu", "sm_77")
+        builder.build("read.cu", "sm_77")
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_words(nvrtc, monkeypatch, tmp_path):
-    (tmp_path / "linear.cu").write_text("int broken = undeclared;\n")
+    (tmp_path / "read.cu").write_text("int broken = undeclared;\n")
     monkeypatch.setattr(builder, "CSRC", tmp_path)
-    with pytest.raises(
-        EnvironmentFault, match=r'(?s)linear\.cu does not compile for sm_70:.*"undeclared" is undefined'
-    ):
-        builder.build("linear.cu", "sm_70")
+    with pytest.raises(EnvironmentFault, match=r'(?s)read\.cu does not compile for sm_70:.*"undeclared" is undefined'):
+        builder.build("read.cu", "sm_70")
 
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(EnvironmentFault, match=r'NVRTC is missing .* pip install "duovolt\[cuda\]"'):
-        builder.build("linear.cu", "sm_70")
+        builder.build("read.cu", "sm_70")
 
 
 def test_a_missing_shared_library_says_what_to_install(monkeypatch):
@@ -165,7 +164,7 @@ def test_a_missing_shared_library_says_what_to_install(monkeypatch):
     bindings.nvrtc = types.SimpleNamespace(nvrtcVersion=version)
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     with pytest.raises(EnvironmentFault, match=r'missing \(Failed to dlopen libnvrtc\.so\.12\)\. .*"duovolt\[cuda\]"'):
-        builder.build("linear.cu", "sm_70")
+        builder.build("read.cu", "sm_70")
 
 
 def test_a_compiler_of_cuda_13_is_refused_for_volta_by_name(monkeypatch):
@@ -174,14 +173,14 @@ def test_a_compiler_of_cuda_13_is_refused_for_volta_by_name(monkeypatch):
     )
     monkeypatch.setattr(builder, "_compiler", lambda: compiler)
     with pytest.raises(EnvironmentFault, match=r"NVRTC 13\.0 cannot compile for sm_70: CUDA 13 dropped Volta"):
-        builder.build("linear.cu", "sm_70")
+        builder.build("read.cu", "sm_70")
 
 
 def test_a_cache_that_cannot_be_written_is_named(nvrtc, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(EnvironmentFault, match=r"file/duovolt/kernels: Not a directory; .*XDG_CACHE_HOME"):
-        builder.build("linear.cu", "compute_70")
+        builder.build("read.cu", "compute_70")
 
 
 def test_prebuilt_directory_replaces_the_compiler(nvrtc, one_source, monkeypatch, tmp_path, capsys):
@@ -195,16 +194,16 @@ def test_prebuilt_directory_replaces_the_compiler(nvrtc, one_source, monkeypatch
         raise EnvironmentFault("NVRTC is missing.")
 
     monkeypatch.setattr(builder, "_compiler", missing)
-    assert builder.image_for("linear.cu", "compute_70") == file.read_bytes()
+    assert builder.image_for("read.cu", "compute_70") == file.read_bytes()
     with pytest.raises(EnvironmentFault, match=r"build --arch sm_70 --out .*prebuilt\. .*NVRTC is missing"):
-        builder.image_for("linear.cu", "sm_70")
+        builder.image_for("read.cu", "sm_70")
 
 
 def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, one_source, capsys):
     arguments = ["kernels", "build", "--arch", "sm_70", "--arch", "compute_70"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    pattern = r"linear\.cu  (sm_70|compute_70)  [\d,]+ bytes  \d+\.\d\d s  (compiled|cached)  /\S+"
+    pattern = r"\w+\.cu  (sm_70|compute_70)  [\d,]+ bytes  \d+\.\d\d s  (compiled|cached)  /\S+"
     assert [re.fullmatch(pattern, line).groups() for line in lines] == [
         ("sm_70", "compiled"),
         ("compute_70", "compiled"),
@@ -212,10 +211,10 @@ def test_command_prints_a_line_a_kernel_and_says_when_it_is_cached(nvrtc, one_so
     assert main([*arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [(f["source"], f["arch"], f["cached"]) for f in facts] == [
-        ("linear.cu", "sm_70", True),
-        ("linear.cu", "compute_70", True),
+        ("read.cu", "sm_70", True),
+        ("read.cu", "compute_70", True),
     ]
-    assert all(f["bytes"] > 10_000 for f in facts)
+    assert all(f["bytes"] > 1_000 for f in facts)
     assert main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr().out == ""
 

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,13 @@ def test_the_log_tells_how_it_went_and_not_what_was_said(start_server: Start, tm
     with server.client() as client:
         client.get("/health/live")
     whole, left, refused = read_log(log, 3)
-    assert (whole["method"], whole["path"], whole["status"], whole["client"]) == ("POST", CHAT, 200, "127.0.0.1")
+    assert (whole["method"], whole["path"], whole["status"]) == ("POST", CHAT, 200)
+    assert whole["client"].startswith("127.0.0.1:")
     (answer,) = whole["answers"]
     assert (answer["outcome"], answer["finish"]) == ("finished", "stop")
     assert answer["completion_tokens"] == sum(map(len, QUICK["blocks"]))
-    assert 0 < answer["first_token_ms"] < whole["ms"]
+    assert 0 < answer["prepared_ms"] + answer["first_token_ms"] < whole["ms"]
+    assert abs(datetime.fromisoformat(whole["time"]).timestamp() - time.time()) < 60
     assert left["answers"][0]["outcome"] == "cancelled" and left["answers"][0]["completion_tokens"] >= 2
     assert (refused["status"], refused["answers"]) == (400, [])
     text = log.read_text()

@@ -1,0 +1,143 @@
+// What one lane holds of one row of a tile, for each encoding: 16 values times a power of two, as fp16 pairs.
+//
+// kBytes: of a row of a tile. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
+// such that the lanes' reads of four tiles meet all banks. kStages: of the ring of such tiles. `load` reads global memory,
+// `take` a tile in shared memory; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
+// `arrange` the activations of eight columns in the same order. `drop_lower` puts columns
+// 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
+#pragma once
+#include "decode.cuh"
+#include "half.cuh"
+#include "linear_task.cuh"
+#include "shared.cuh"
+#include "volta.cuh"
+
+#ifndef NVFP4_STAGES
+#define NVFP4_STAGES 4
+#endif
+#ifndef FP8_STAGES
+#define FP8_STAGES 3
+#endif
+#ifndef HALF_STAGES
+#define HALF_STAGES 3
+#endif
+
+struct Nvfp4 {
+    static constexpr int kBytes = 8;
+    static constexpr float kUnit = 256.0f;
+    static constexpr bool kBlocks = false, kGroupScales = true;
+    static constexpr int kTileStride = kRows * kBytes + kRows; // the tile's scales behind its codes
+    static constexpr int kStages = NVFP4_STAGES;
+
+    uint2 codes;
+    unsigned factor;
+
+    __device__ static Nvfp4 load(const unsigned char *words, const unsigned char *scales, size_t lane) {
+        // .cs: weights pass once, and should not push the activations out of the caches.
+        return {__ldcs(reinterpret_cast<const uint2 *>(words) + lane), __ldcs(scales + lane)};
+    }
+
+    __device__ static Nvfp4 take(SharedAddress tile, int row) {
+        return {shared_8(tile + row * kBytes), shared_1(tile + kRows * kBytes + row)};
+    }
+
+    // (code * 2^-14) * (scale * 2^-8 * 2^14): at most 10.5, at least 2^-18, six bits wide, so exact in fp16.
+    __device__ void prepare() { factor = multiply_pairs(scale_pair(factor), 0x74007400u); }
+
+    __device__ unsigned pair(int index) const {
+        return multiply_pairs(nvfp4_pair(index < 4 ? codes.x : codes.y, index % 4), factor);
+    }
+
+    __device__ void quarter(int j, unsigned &first, unsigned &second) const {
+        first = pair(2 * j);
+        second = pair(2 * j + 1);
+    }
+
+    __device__ static uint4 arrange(uint4 x) { return x; }
+
+    __device__ void drop_lower() { codes.x = codes.y; }
+
+    __device__ unsigned mix() const { return codes.x ^ codes.y ^ factor; }
+};
+
+struct Fp8 {
+    static constexpr int kBytes = 16;
+    static constexpr float kUnit = 256.0f;
+    static constexpr bool kBlocks = false, kGroupScales = false;
+    static constexpr int kTileStride = kRows * kBytes + 32;
+    static constexpr int kStages = FP8_STAGES;
+
+    uint4 values;
+
+    __device__ static Fp8 load(const unsigned char *words, const unsigned char *, size_t lane) {
+        return {__ldcs(reinterpret_cast<const uint4 *>(words) + lane)};
+    }
+
+    __device__ static Fp8 take(SharedAddress tile, int row) { return {shared_16(tile + row * kBytes)}; }
+
+    __device__ void prepare() {}
+
+    __device__ unsigned pair(int index) const {
+        const unsigned word = index < 2 ? values.x : index < 4 ? values.y : index < 6 ? values.z : values.w;
+        return fp8_pair(word, index % 2);
+    }
+
+    __device__ void quarter(int j, unsigned &first, unsigned &second) const {
+        first = pair(2 * j);
+        second = pair(2 * j + 1);
+    }
+
+    __device__ static uint4 arrange(uint4 x) { return x; }
+
+    __device__ void drop_lower() { values.x = values.z, values.y = values.w; }
+
+    __device__ unsigned mix() const { return values.x ^ values.y ^ values.z ^ values.w; }
+};
+
+// The same words; sums of a turn are multiplied by the scale of their block.
+struct Fp8Blocks : Fp8 {
+    static constexpr bool kBlocks = true;
+
+    __device__ static Fp8Blocks load(const unsigned char *words, const unsigned char *scales, size_t lane) {
+        return {Fp8::load(words, scales, lane)};
+    }
+
+    __device__ static Fp8Blocks take(SharedAddress tile, int row) { return {Fp8::take(tile, row)}; }
+};
+
+struct Half {
+    static constexpr int kBytes = 32;
+    static constexpr float kUnit = 1.0f;
+    static constexpr bool kBlocks = false, kGroupScales = false;
+    static constexpr int kTileStride = kRows * kBytes + 32;
+    static constexpr int kStages = HALF_STAGES;
+
+    uint4 low, high; // columns 0..7 and 8..15: halves of a tile, each [32 lanes, 16 bytes]
+
+    __device__ static Half load(const unsigned char *words, const unsigned char *, size_t lane) {
+        const uint4 *half = reinterpret_cast<const uint4 *>(words) + lane + lane / kRows * kRows;
+        return {__ldcs(half), __ldcs(half + kRows)};
+    }
+
+    __device__ static Half take(SharedAddress tile, int row) {
+        return {shared_16(tile + row * 16), shared_16(tile + (kRows + row) * 16)};
+    }
+
+    __device__ void prepare() {}
+
+    __device__ unsigned pair(int index) const {
+        const uint4 &part = index < 4 ? low : high;
+        return index % 4 == 0 ? part.x : index % 4 == 1 ? part.y : index % 4 == 2 ? part.z : part.w;
+    }
+
+    __device__ void quarter(int j, unsigned &first, unsigned &second) const {
+        first = pair(2 * j);
+        second = pair(2 * j + 1);
+    }
+
+    __device__ static uint4 arrange(uint4 x) { return x; }
+
+    __device__ void drop_lower() { low = high; }
+
+    __device__ unsigned mix() const { return low.x ^ low.y ^ low.z ^ low.w ^ high.x ^ high.y ^ high.z ^ high.w; }
+};

@@ -1,0 +1,172 @@
+// Decode linear: y[T, N] = x[T, K] W[N, K]^T for T = 1..24, several matrices a launch, with what follows them.
+//
+// A block owns bands of 32 rows of W and splits K over its warps, whose sums are added in the order of the warps, in
+// shared memory. A token's bits depend on its own row of x and on W alone: every output is the same chain of FP32
+// additions for every T and every grid, and no sum is atomic. docs/kernels.md says why it is cut this way.
+#pragma once
+#include "linear_task.cuh"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#include "encodings_ada.cuh"
+using Fp4Lane = AdaNvfp4;
+using Fp8Lane = AdaFp8;
+using Fp8BlocksLane = AdaFp8Blocks;
+#else
+#include "encodings.cuh"
+using Fp4Lane = Nvfp4;
+using Fp8Lane = Fp8;
+using Fp8BlocksLane = Fp8Blocks;
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#include "linear_ampere.cuh"
+template <class Weight, int kTiles, bool> using Turns = AmpereTurns<Weight, kTiles>;
+constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
+#else
+#include "linear_volta.cuh"
+template <class Weight, int kTiles, bool kAhead> using Turns = VoltaTurns<Weight, kTiles, kAhead>;
+constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
+#endif
+
+constexpr float kLargestHalf = 65504.0f;
+
+// The fp16 nearest to a value, +-65504 for what lies beyond; those are counted.
+__device__ __forceinline__ unsigned short saturated(float value, unsigned *overflows) {
+    if (fabsf(value) > kLargestHalf) {
+        value = copysignf(kLargestHalf, value);
+        if (overflows != nullptr) {
+            atomicAdd(overflows, 1u);
+        }
+    }
+    return static_cast<unsigned short>(half_bits(value));
+}
+
+// Sums of one band, a warp's part each. One word of padding a row, against lanes that would meet in one bank.
+template <int kTiles> using Partial = float[kWarps][kTiles * kTokens][kRows + 1];
+
+// The products of one warp with one band.
+template <class Weight, int kTiles, bool kAhead>
+__device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
+                              Partial<kTiles> &partial) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    float sum[kTiles][8] = {};
+#pragma unroll 1
+    for (int turn = warp; turn < (task.groups + kTurn - 1) / kTurn; turn += kWarps) {
+        if (Weight::kBlocks) {
+            const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
+            const float scale = __ldg(matrix.block_scales + block);
+            float products[kTiles][8] = {};
+            walk.multiply(products, turn);
+#pragma unroll
+            for (int index = 0; index < kTiles * 8; ++index) {
+                sum[index / 8][index % 8] = fmaf(scale, products[index / 8][index % 8], sum[index / 8][index % 8]);
+            }
+        } else {
+            walk.multiply(sum, turn);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int token = tile * kTokens + Turns<Weight, kTiles, kAhead>::token(lane, i);
+            if (token < task.tokens) {
+                partial[warp][token][Turns<Weight, kTiles, kAhead>::row(lane, i)] = sum[tile][i];
+            }
+        }
+    }
+}
+
+// One output: the warps' sums in order, times the scale of the row.
+template <class Weight, int kTiles>
+__device__ float total(const Partial<kTiles> &partial, const Matrix &matrix, int token, int band_row, int row) {
+    float sum = partial[0][token][band_row];
+#pragma unroll
+    for (int part = 1; part < kWarps; ++part) {
+        sum += partial[part][token][band_row];
+    }
+    const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
+    return sum * Weight::kUnit * scale;
+}
+
+__device__ __forceinline__ void store(const Task &task, const Matrix &matrix, int token, int row, float value) {
+    const size_t place = static_cast<size_t>(token) * matrix.out_stride + row;
+    if (matrix.residual != nullptr) {
+        value += matrix.residual[place];
+    }
+    if (task.epilogue == kFloat) {
+        static_cast<float *>(matrix.out)[place] = value;
+    } else {
+        static_cast<unsigned short *>(matrix.out)[place] = saturated(value, task.overflows);
+    }
+}
+
+template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes <= 16 && !Weight::kBlocks>
+__device__ __forceinline__ void run(const Task &task, Items items) {
+    Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
+    constexpr int kMine = kTiles * kTokens * kRows / (kWarps * 32); // outputs of a thread and band
+    Turns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
+#pragma unroll 1
+    for (int item = items.first; item < items.end; item += items.step) {
+        float gate[kMine] = {};
+#pragma unroll 1
+        for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
+            int band;
+            const Matrix &matrix = matrix_of(task, item, part, band);
+            multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
+            __syncthreads();
+#pragma unroll
+            for (int mine = 0; mine < kMine; ++mine) {
+                const int index = mine * kWarps * 32 + threadIdx.x;
+                const int token = index / kRows, row = band * kRows + index % kRows;
+                if (token < task.tokens && row < matrix.rows) {
+                    const float value = total<Weight, kTiles>(partial, matrix, token, index % kRows, row);
+                    if (task.epilogue != kSwiglu) {
+                        store(task, matrix, token, row, value);
+                    } else if (part == 0) {
+                        gate[mine] = value / (1.0f + expf(-value));
+                    } else {
+                        store(task, matrix, token, row, gate[mine] * value);
+                    }
+                }
+            }
+            __syncthreads(); // before the next band's sums
+        }
+    }
+}
+
+// A function of its own, so that its registers are not another encoding's.
+template <class Weight, int kTiles> __device__ __noinline__ void run_one(const Task &task, int item) {
+    run<Weight, kTiles, false>(task, {item, item + 1, 1});
+}
+
+// Matrices of different encodings: an item at a time, so that a block knows what it walks through.
+template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, Items items) {
+#pragma unroll 1
+    for (int item = items.first; item < items.end; item += items.step) {
+        int band;
+        switch (matrix_of(task, item, 0, band).encoding) {
+        case kNvfp4:
+            run_one<Fp4Lane, kTiles>(task, item);
+            break;
+        case kFp8:
+            run_one<Fp8Lane, kTiles>(task, item);
+            break;
+        case kFp8Blocks:
+            run_one<Fp8BlocksLane, kTiles>(task, item);
+            break;
+        default:
+            run_one<Half, kTiles>(task, item);
+        }
+    }
+}
+
+#define LINEAR(name, call, blocks_a_sm)                                                                                \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks_a_sm) name(const __grid_constant__ Task task) {   \
+        call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
+    }
+#define LINEARS(tokens, tiles)                                                                                         \
+    LINEAR(linear_nvfp4_##tokens, (run<Fp4Lane, tiles>), kBlocks[tiles - 1])                                             \
+    LINEAR(linear_fp8_##tokens, (run<Fp8Lane, tiles>), kBlocks[tiles - 1])                                                 \
+    LINEAR(linear_fp8_blocks_##tokens, (run<Fp8BlocksLane, tiles>), tiles == 3 ? 1 : kBlocks[tiles - 1])                   \
+    LINEAR(linear_half_##tokens, (run<Half, tiles>), tiles == 3 ? 1 : 2)                                                                \
+    LINEAR(linear_any_##tokens, run_any<tiles>, tiles == 3 ? 1 : 2)

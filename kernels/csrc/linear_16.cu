@@ -1,0 +1,4 @@
+// The decode linear for up to 16 tokens.
+#include "linear.cuh"
+
+LINEARS(16, 2)

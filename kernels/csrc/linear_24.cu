@@ -1,0 +1,4 @@
+// The decode linear for up to 24 tokens.
+#include "linear.cuh"
+
+LINEARS(24, 3)

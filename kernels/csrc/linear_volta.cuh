@@ -1,0 +1,89 @@
+// The decode linear's inner part for sm_70: m8n8k4, a lane a row of the band, weights from memory to registers.
+#pragma once
+#include "encodings.cuh"
+#include "linear_task.cuh"
+#include "volta.cuh"
+
+// kAhead: the next turn is loaded before this one is multiplied, for twice the registers.
+template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
+    Walk ahead;
+    Weight next[kTurn];
+
+    __device__ VoltaTurns(const Task &task, Items items, unsigned char *) : ahead(task, items) {
+        if (kAhead) {
+            load();
+        }
+    }
+
+    __device__ void load() {
+        if (ahead.done()) {
+            return;
+        }
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int step = 0; step < kTurn; ++step) {
+            const int group = ahead.turn * kTurn + step;
+            const size_t own = static_cast<size_t>(ahead.first_tile + group) * kRows + lane;
+#ifdef ABLATE_LOADS
+            next[step] = Weight{};
+#else
+            next[step] = group < ahead.task.groups ? Weight::load(ahead.words, ahead.group_scales, own) : Weight{};
+#endif
+        }
+        ahead.next();
+    }
+
+    // sum[tile][i]: token `token(i)` of token tile `tile`, row `row(i)` of the band.
+    __device__ static int token(int lane, int i) { return (lane & 1) + (i & 2) + lane / 16 * 4; }
+    __device__ static int row(int lane, int i) {
+        const int column = (i & 4) + (lane & 2) + (i & 1); // of the quad-pair's eight weight rows
+        return lane / 4 % 4 * 4 + column % 4 + column / 4 * 16;
+    }
+
+    // Adds the products of a warp's next turn, which is turn `turn` of the band.
+    __device__ void multiply(float (&sum)[kTiles][8], int turn) {
+        const Task &task = ahead.task;
+        const int lane = threadIdx.x % 32;
+        const int own_token = lane % 4 + lane / 16 * 4;
+        Weight now[kTurn];
+        if (!kAhead) {
+            load();
+        }
+#pragma unroll
+        for (int step = 0; step < kTurn; ++step) {
+            now[step] = next[step];
+        }
+        if (kAhead) {
+            load();
+        }
+        // A fence for the compiler: without it ptxas moves each load down to its use, and one is in flight at a time.
+        __syncwarp();
+#pragma unroll
+        for (int step = 0; step < kTurn; ++step) {
+            const int group = turn * kTurn + step;
+#ifndef ABLATE_ARITHMETIC
+            now[step].prepare();
+#endif
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                const int token = tile * kTokens + own_token;
+                uint4 low = {}, high = {};
+#ifndef ABLATE_LOADS
+                if (token < task.tokens && group < task.groups) {
+                    const uint4 *row = reinterpret_cast<const uint4 *>(task.x) + (token * task.groups + group) * 2;
+                    low = __ldg(row);
+                    high = __ldg(row + 1);
+                }
+#endif
+#ifdef ABLATE_ARITHMETIC
+                sum[tile][0] += __int_as_float(now[step].mix() ^ low.x ^ high.y);
+#else
+                multiply_accumulate(sum[tile], low.x, low.y, now[step].pair(0), now[step].pair(1));
+                multiply_accumulate(sum[tile], low.z, low.w, now[step].pair(2), now[step].pair(3));
+                multiply_accumulate(sum[tile], high.x, high.y, now[step].pair(4), now[step].pair(5));
+                multiply_accumulate(sum[tile], high.z, high.w, now[step].pair(6), now[step].pair(7));
+#endif
+            }
+        }
+    }
+};

@@ -1,0 +1,44 @@
+// Shared memory by addresses of its own, and loads that stay where they stand.
+#pragma once
+
+// The shared memory whose size the launch gives.
+__device__ __forceinline__ unsigned char *dynamic_shared() {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    return bytes;
+}
+
+// Shared memory by its own 32-bit addresses: reads keep their order with the waits for copies.
+using SharedAddress = unsigned;
+
+__device__ __forceinline__ SharedAddress shared_address(void *shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+__device__ __forceinline__ unsigned shared_1(SharedAddress address) {
+    unsigned value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ uint2 shared_8(SharedAddress address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ uint4 shared_16(SharedAddress address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address));
+    return value;
+}
+
+// 16 bytes through the read-only cache, issued where it stands.
+__device__ __forceinline__ uint4 read_now(const void *address) {
+    uint4 value;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+    return value;
+}

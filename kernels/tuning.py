@@ -1,0 +1,112 @@
+"""Choices of the decode linear that change its speed and not its bits: a card's own, from `duovolt kernels tune`.
+
+They stand in `tuning.json` beside the compiled kernels, by the name of the card; without them the defaults hold.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from ..checkpoint.errors import InputError
+from .build import cache_directory, write_atomically
+
+STAGES = {"nvfp4": 4, "fp8": 3, "half": 3}  # of each warp's ring of copies, as in csrc/encodings.cuh
+STAGE_BYTES = {"nvfp4": 4 * 288, "fp8": 4 * 544, "half": 4 * 1056}  # four tiles with the padding that spreads the banks
+_WARPS = 8
+_PADDED_BAND = 33  # floats a row of the warps' sums
+MOST_STAGES = 8
+MOST_BLOCKS = 16
+
+
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the decode linear runs on one card.
+
+    `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
+    all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs; wrong results.
+    """
+
+    stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
+    blocks_a_sm: int = 0
+    ablate: Literal["", "arithmetic", "loads"] = ""
+
+    def __post_init__(self) -> None:
+        good = set(self.stages) == set(STAGES) and all(2 <= n <= MOST_STAGES for n in self.stages.values())
+        if not good or not 0 <= self.blocks_a_sm <= MOST_BLOCKS:
+            raise ValueError(f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}; blocks_a_sm up to {MOST_BLOCKS}")
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """What the source is compiled with, none for the defaults."""
+        stages = tuple(f"{name.upper()}_STAGES={n}" for name, n in self.stages.items() if n != STAGES[name])
+        return (*stages, f"ABLATE_{self.ablate.upper()}") if self.ablate else stages
+
+    def blocks(self, items: int, multiprocessors: int) -> int:
+        """Blocks of a launch of `items` bands."""
+        return min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
+
+    def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
+        """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
+        sums = _WARPS * tokens * _PADDED_BAND * 4
+        if int(arch.partition("_")[2]) < 80:
+            return sums
+        names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]
+        return sums + max(_WARPS * self.stages[name] * STAGE_BYTES[name] for name in names)
+
+
+_override: ContextVar[Choice | None] = ContextVar("tuning_override", default=None)
+
+
+def path() -> Path:
+    """Where choices are stored."""
+    return cache_directory() / "tuning.json"
+
+
+def read() -> dict[str, Choice]:
+    """Stored choices by name of card, empty if there are none. Raises InputError for a damaged file."""
+    try:
+        content = path().read_bytes()
+    except OSError:
+        return {}
+    try:
+        return msgspec.json.decode(content, type=dict[str, Choice])
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{path()}: {error}. Remove it, or run `duovolt kernels tune` again.") from None
+
+
+def store(card: str, chosen: Choice) -> Path:
+    """Keep a card's choice; the file. Raises EnvironmentFault if it cannot be written."""
+    write_atomically(path(), msgspec.json.format(msgspec.json.encode(read() | {card: chosen}), indent=1) + b"\n")
+    _stored.cache_clear()
+    return path()
+
+
+@contextlib.contextmanager
+def using(chosen: Choice) -> Iterator[None]:
+    """Within it, every device runs with this choice: for measuring."""
+    token = _override.set(chosen)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def choice(device: int) -> Choice:
+    """The choice for a CUDA device; the stored one is read once a process."""
+    return _override.get() or _stored(device)
+
+
+@functools.cache
+def _stored(device: int) -> Choice:
+    return read().get(torch.cuda.get_device_name(device), Choice())
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,223 @@
+"""Decode linears against the plain read of the same bytes on the same card: cold, and timed in captured graphs.
+
+Each case is launched over copies of its weights that together are many times the second-level cache, in one graph; the
+floor is a kernel that only reads as many bytes, measured in the same way at the grid that suits it best.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.errors import EnvironmentFault
+from ..kernels.linear import linears, prepare, swiglu
+from ..kernels.module import PORTABLE, arches_for, forced_arch, load
+from ..kernels.prefill import linear_block
+from ..kernels.tuning import multiprocessors
+from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
+
+POOL_BYTES = 2 << 30
+MOST_COPIES = 64
+REPLAYS = 15
+READ_THREADS = 512
+READ_BLOCKS_A_SM = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of a rank of two of the 27B: matrices (encoding, N, K) that share an input."""
+
+    name: str
+    matrices: tuple[tuple[str, int, int], ...]
+    swiglu: bool = False
+    residual: bool = False
+
+
+CASES = (
+    Case("attention in", (("fp8", 6144, 5120), ("fp8", 512, 5120), ("fp8", 512, 5120))),
+    Case("delta in", (("fp8", 5120, 5120), ("fp8", 3072, 5120), ("half", 24, 5120), ("half", 24, 5120))),
+    Case("mixer out", (("fp8", 5120, 3072),), residual=True),
+    Case("gate up", (("nvfp4", 8704, 5120), ("nvfp4", 8704, 5120)), swiglu=True),
+    Case("down", (("nvfp4", 5120, 8704),), residual=True),
+    Case("down fp8", (("fp8", 5120, 8704),), residual=True),
+    Case("mtp fc", (("fp8", 5120, 10240),)),
+    Case("draft head", (("fp8", 65536, 5120),)),
+    Case("head", (("fp8", 124160, 5120),)),
+    Case("head fp16", (("half", 124160, 5120),)),
+)
+PREFILL = (("nvfp4", 17408, 5120), ("nvfp4", 5120, 8704), ("fp8", 7168, 5120), ("fp8", 5120, 3072))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case at T tokens: seconds a launch, bytes of weights, seconds that a plain read of them takes."""
+
+    case: str
+    arch: str
+    tokens: int
+    nbytes: int
+    seconds: float
+    floor: float
+    cublas: float | None
+
+    @property
+    def ratio(self) -> float:
+        """Share of the plain-read speed."""
+        return self.floor / self.seconds
+
+
+def random_weight(encoding: str, rows: int, columns: int, device: torch.device) -> Weight:
+    """A weight of random words: speed does not ask what they mean."""
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(0, 0x7F, shape, dtype=torch.uint8, device=device)
+
+    bands, groups = rows // 32, columns // 16
+    if encoding == "nvfp4":
+        return Nvfp4Weight(words(bands, groups, 32, 8), words(bands, groups, 32), torch.ones(1, device=device))
+    if encoding == "fp8":
+        return Fp8Weight(words(bands, groups, 32, 16), torch.ones(rows, device=device))
+    return HalfWeight.of(torch.randn(rows, columns, dtype=torch.float16, device=device))
+
+
+def time_graph(launches: Sequence[Callable[[], object]]) -> float:
+    """Median seconds a launch of a graph that holds them in order."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launches[0]()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for index in range(REPLAYS + 3):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if index >= 3:
+            times.append(begin.elapsed_time(end) * 1e-3 / len(launches))
+    return statistics.median(times)
+
+
+def copies_of(nbytes: int, pool: int = POOL_BYTES) -> int:
+    """How many sets of weights make the pool."""
+    return max(2, min(MOST_COPIES, -(-pool // nbytes)))
+
+
+def read_seconds(nbytes: int, device: torch.device, pool: int = POOL_BYTES) -> float:
+    """Seconds of the plain read of `nbytes` (rounded down to 16), at the best of a few grids."""
+    module = load("read.cu", device.index)
+    count = nbytes // 16
+    sets = copies_of(nbytes, pool)
+    data = torch.randint(0, 255, (sets, count * 16), dtype=torch.uint8, device=device)
+    never = torch.zeros(1, dtype=torch.int32, device=device)
+    best = float("inf")
+    for blocks in READ_BLOCKS_A_SM:
+        grid = blocks * multiprocessors(device.index)
+        calls = [partial(module.launch, "read_plain", grid, READ_THREADS, (part, never, count)) for part in data]
+        best = min(best, time_graph(calls))
+    return best
+
+
+def measure(
+    cases: Sequence[Case], tokens: Sequence[int], arches: Sequence[str], device: torch.device, pool: int = POOL_BYTES
+) -> list[Row]:
+    """Every case at every T, for every architecture: sm_XY of the card, or compute_70, which a V100's code comes from."""
+    rows = []
+    for case in cases:
+        weights = [random_weight(*matrix, device) for matrix in case.matrices]
+        nbytes = sum(weight.nbytes for weight in weights)
+        sets = [weights] + [
+            [random_weight(*matrix, device) for matrix in case.matrices] for _ in range(copies_of(nbytes, pool) - 1)
+        ]
+        floor = read_seconds(nbytes, device, pool)
+        cublas = {count: _cublas(case, count, device, pool) for count in tokens}
+        for arch in arches:
+            with forced_arch(arch):
+                prepare(device)
+                for count in tokens:
+                    seconds = time_graph(_launches(case, sets, count, device))
+                    rows.append(Row(case.name, arch, count, nbytes, seconds, floor, cublas[count]))
+        del sets, weights
+    return rows
+
+
+def _launches(case: Case, sets: list[list[Weight]], tokens: int, device: torch.device) -> list[Callable[[], object]]:
+    columns = case.matrices[0][2]
+    x = torch.randn(tokens, columns, device=device).half()
+    if case.swiglu:
+        out = torch.empty(tokens, case.matrices[0][1], dtype=torch.float16, device=device)
+        return [partial(swiglu, x, gate, up, out) for gate, up in sets]
+    outs = [torch.zeros(tokens, rows, device=device) for _, rows, _ in case.matrices]
+    residuals = outs if case.residual else None
+    return [partial(linears, x, weights, outs, residuals=residuals) for weights in sets]
+
+
+def _cublas(case: Case, tokens: int, device: torch.device, pool: int) -> float:
+    rows, columns = sum(matrix[1] for matrix in case.matrices), case.matrices[0][2]
+    sets = min(copies_of(2 * rows * columns, pool), 16)
+    plain = torch.randn(sets, rows, columns, dtype=torch.float16, device=device)
+    x = torch.randn(tokens, columns, device=device).half()
+    out = torch.empty(tokens, rows, dtype=torch.float16, device=device)
+    return time_graph([partial(torch.mm, x, part.t(), out=out) for part in plain])
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """`linear_block` against cuBLAS on plain fp16 weights, seconds."""
+
+    encoding: str
+    rows: int
+    columns: int
+    tokens: int
+    seconds: float
+    cublas: float
+
+    @property
+    def ratio(self) -> float:
+        """Share of cuBLAS's speed."""
+        return self.cublas / self.seconds
+
+
+def measure_prefill(tokens: Sequence[int], device: torch.device) -> list[PrefillRow]:
+    """Each prefill shape at each T."""
+    found = []
+    for encoding, rows, columns in PREFILL:
+        weight = random_weight(encoding, rows, columns, device)
+        plain = torch.randn(rows, columns, device=device).half()
+        for count in tokens:
+            x = torch.randn(count, columns, device=device).half()
+            out = torch.empty(count, rows, dtype=torch.float16, device=device)
+            linear_block(x, weight, out)  # sizes the scratch before the graph
+            ours = time_graph([partial(linear_block, x, weight, out)] * 8)
+            theirs = time_graph([partial(torch.mm, x, plain.t(), out=out)] * 8)
+            found.append(PrefillRow(encoding, rows, columns, count, ours, theirs))
+    return found
+
+
+def the_device() -> torch.device:
+    """The first CUDA device. Raises EnvironmentFault if there is none."""
+    if not torch.cuda.is_available():
+        raise EnvironmentFault("no CUDA device: kernels are measured on a GPU. `duovolt kernels report` needs none.")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def loadable(device: torch.device) -> list[str]:
+    """Architectures to measure: the card's own, and compute_70 where it can be compiled or was built before."""
+    found = []
+    for arch in arches_for(torch.cuda.get_device_capability(device)):
+        try:
+            with forced_arch(arch):
+                prepare(device)
+        except EnvironmentFault:
+            if arch != PORTABLE:
+                raise
+            continue
+        found.append(arch)
+    return found
