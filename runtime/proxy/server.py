@@ -19,6 +19,7 @@ from .app import Api
 from .errors import unavailable
 from .hub import Hub
 from .log_file import LogFile
+from .notify import notify
 from .options import ServeOptions
 from .origins import allow_origins
 from .plan import ServePlan, make_plan
@@ -107,6 +108,7 @@ class _Server:
 
     async def _drain(self) -> None:
         """No new requests; running answers may finish, for a while or until the second signal."""
+        notify("STOPPING=1")
         self._hub.draining = True
         for server in self._http.servers:
             server.close()
@@ -141,6 +143,7 @@ class _Server:
             "log": options.log_requests and ("content" if options.log_content else "requests"),
             "api_keys": len(plan.keys),
         }
+        notify("READY=1")
         words = " ".join(f"{name}={value}" for name, value in choices.items() if value is not None)
         scheme = "http" if options.tls_cert is None else "https"
         self._say(f"ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port} {words}")
