@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from .digest import digest_bytes, digest_file, file_blocks
-from .directory import INDEX, MANIFEST
+from .directory import INDEX, MANIFEST, index_bytes
 from .errors import CheckFailed, EnvironmentFault, InputError
 from .manifest import FileRecord, Manifest
 from .writeback import begin_writeback
@@ -33,6 +33,7 @@ LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding rubbish raises
 WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
 
 _events = 0
@@ -284,7 +285,7 @@ class StageDirectory:
         lines = whole.split(b"\n")
         try:
             started = msgspec.json.decode(lines[0])["identity"]
-        except (msgspec.MsgspecError, KeyError, TypeError):
+        except (*NO_JSON, KeyError, TypeError):
             started = None
         if started is None:
             journal.unlink()
@@ -298,7 +299,7 @@ class StageDirectory:
         for line in lines[1:]:
             try:
                 entry = msgspec.json.decode(line, type=JournalEntry)
-            except msgspec.MsgspecError:
+            except NO_JSON:
                 continue
             self._done[entry.name] = entry
 
@@ -358,8 +359,7 @@ class StageDirectory:
 
     def put_index(self, weight_map: dict[str, str], total_size: int) -> None:
         """Write the safetensors index."""
-        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-        self.put(INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+        self.put(INDEX, index_bytes(weight_map, total_size))
 
     def seal(self, manifest: Manifest) -> Manifest:
         """Write the manifest last and drop the journal: the directory is finished."""
@@ -371,5 +371,6 @@ class StageDirectory:
 
     def finish(self) -> None:
         """Drop the journal: nothing is left to resume. A plain checkpoint ends here, without a manifest."""
-        write_event()
-        (self.path / JOURNAL).unlink()
+        with disk_errors(self.path):
+            write_event()
+            (self.path / JOURNAL).unlink()

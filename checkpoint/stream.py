@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .digest import BLOCK
-from .errors import InputError
+from .errors import InputError, naming
 
 PIECE = 512 << 10  # bytes: half of a small core's second-level cache
 LARGEST = 2 << 20  # bytes that can be taken at once
@@ -57,8 +57,9 @@ class ByteStream:
     def _read(self, view: memoryview) -> int:
         """Fill `view`, as far as the file goes: a single read may give less than was asked for."""
         filled = 0
-        while filled < len(view) and (got := self._file.readinto(view[filled:])):
-            filled += got
+        with naming(self.path):
+            while filled < len(view) and (got := self._file.readinto(view[filled:])):
+                filled += got
         self._position += filled
         # The disk goes on while this block is worked on, whatever the system's own read-ahead is.
         os.posix_fadvise(self._file.fileno(), self._position, len(view), os.POSIX_FADV_WILLNEED)

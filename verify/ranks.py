@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ..checkpoint.digest import digest_json
 from ..checkpoint.directory import INDEX
 from ..checkpoint.encodings import part_of, tile_ranges
 from ..checkpoint.errors import DuovoltError, InputError
-from ..checkpoint.manifest import TensorRecord, has_manifest
+from ..checkpoint.manifest import SourceRef, TensorRecord, Whole, has_manifest
 from ..model.inventory import inventory
 from ..model.partition import MAX_RANKS, Split, split_of
 from .join import Joined, Shape
@@ -120,14 +118,12 @@ def _compare_common(first: StageView, other: StageView, proof: Proof) -> None:
             )
 
 
-def _whole_of(record: TensorRecord) -> dict[str, Any]:
+def _whole_of(record: TensorRecord) -> tuple[Whole, str, str, str, str, list[SourceRef]]:
     """What a rank's record says about the whole tensor, and what a converted record says about itself."""
-    if record.split is None:
-        whole: dict[str, Any] = {"shape": record.shape, "layout": record.layout, "digest": record.digest}
-    else:
-        whole = dict(msgspec.to_builtins(record.split.whole))
-    kept = ("weight", "part", "encoding", "dtype", "sources")
-    return whole | {key: msgspec.to_builtins(getattr(record, key)) for key in kept}
+    whole = Whole(shape=record.shape, layout=record.layout, digest=record.digest)
+    if record.split is not None:
+        whole = record.split.whole
+    return whole, record.weight, record.part, record.encoding, record.dtype, record.sources
 
 
 def prove_lineage(converted: StageView, ranks: RankSet, report: Report) -> None:
@@ -145,7 +141,7 @@ def prove_lineage(converted: StageView, ranks: RankSet, report: Report) -> None:
                 proof.fail("only one of converted directory and rank has it", tensor=name, file=str(view.path))
             elif _whole_of(whole) != _whole_of(part):
                 proof.fail("the rank's record of the whole is not the converted tensor's", tensor=name, file=view.file(name),
-                           found=_whole_of(part)["digest"], expected=whole.digest)  # fmt: skip
+                           found=_whole_of(part)[0].digest, expected=whole.digest)  # fmt: skip
     proof.detail = f"{len(converted.manifest.tensors)} tensors, conversion {converted.manifest.conversion_id}"
 
 

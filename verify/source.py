@@ -18,10 +18,11 @@ from ..checkpoint.errors import DuovoltError, InputError
 from ..checkpoint.manifest import Manifest, SourceRef, TensorRecord
 from ..checkpoint.sources import declaration_of, read_form, without_quantisation
 from ..checkpoint.sources.stored import ACTIVATION_SCALES
-from ..model.config import without_mtp
-from ..model.inventory import DRAFT_HEAD, DRAFT_IDS, EMBED, HEAD
+from ..model.config import ModelConfig, without_mtp
+from ..model.inventory import DRAFT_HEAD, DRAFT_IDS, EMBED, HEAD, inventory
 from ..model.names import family_name
 from .errors import ALLOWANCES, PLAIN, Allowance, ErrorSums, fp8_bound, nvfp4_bound
+from .identity import prove_identity
 from .report import ErrorRow, Proof, Report
 from .stage import StageView
 from .whole import UNREADABLE
@@ -149,6 +150,9 @@ class _SourceProofs:
         record = parts["words"]
         ref = record.sources[0]
         entry = self.entry(ref)
+        for part, other in parts.items():
+            if other.sources != record.sources:
+                self.digests.fail("its parts name different sources", tensor=names[part])
         if entry is None:
             return
         decoded_weight = DecodedWeight(weight, {part: (names[part], parts[part]) for part in parts})
@@ -271,6 +275,12 @@ def with_second(source: Checkpoint, second: Path) -> Checkpoint:
     return replace(source, tensors={n: e for n, e in taken.items() if n not in form.dropped} | source.tensors)
 
 
+def _counts(config: ModelConfig) -> dict[str, int]:
+    """Weights of each part of the model that have a source of their own."""
+    specs = [spec for spec in inventory(config).values() if spec.name not in (DRAFT_HEAD, DRAFT_IDS)]
+    return {group: sum(spec.group == group for spec in specs) for group in ("text", "mtp", "vision")}
+
+
 def prove_source(
     source: Checkpoint, view: StageView, reader: CanonicalReader, report: Report, advance: Advance
 ) -> None:
@@ -307,6 +317,10 @@ def prove_source(
         proofs.digests.fail("in the source, but nothing was made from it", tensor=name,
                             file=str(source.tensors[name].path))  # fmt: skip
     _compare_side_files(source, manifest, config, report)
+    if proofs.elsewhere or view.config is None:
+        report.skip("source -> converted: conversion id", "needs every source, and a readable configuration")
+    else:
+        prove_identity(source, manifest, _counts(view.config), report)
     if proofs.elsewhere:
         report.notes.append(
             f"{len(proofs.elsewhere)} tensors were taken from a second source: give it with --mtp-from to compare them."

@@ -13,6 +13,7 @@ from ..checkpoint.layouts import ROWS, layout_named, stored_shape
 from ..checkpoint.manifest import Manifest, TensorRecord, has_manifest, read_manifest
 from ..model.config import ModelConfig
 from ..model.inventory import DRAFT_IDS, TensorSpec, inventory
+from .form import check_form
 from .report import Proof, Report
 
 
@@ -85,6 +86,8 @@ def open_stage(path: Path, label: str, report: Report) -> StageView | None:
     try:
         checkpoint = Checkpoint.open(path)
         _check_headers(checkpoint, manifest, proof)
+        if proof.status == "proved":
+            check_form(checkpoint, manifest, proof)
     except (DuovoltError, OSError) as error:
         proof.fail(str(error))
     try:

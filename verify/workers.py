@@ -30,7 +30,7 @@ def run_beside(tasks: Sequence[Callable[[Advance], Found]], advance: Advance, mo
         with lock:
             advance(count)
 
-    with ThreadPoolExecutor(max(1, min(WORKERS, most, os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(max(1, min(WORKERS, most, len(os.sched_getaffinity(0))))) as pool:
         futures = [pool.submit(task, tell) for task in tasks]
         try:
             return [future.result() for future in futures]

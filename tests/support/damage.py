@@ -38,11 +38,11 @@ def refit(directory: Path) -> None:
         name: FileRecord(size=(directory / name).stat().st_size, digest=digest_file(directory / name))
         for name in manifest.files
     }
-    tensors = {}
-    for name, record in manifest.tensors.items():
-        path = directory / record.file
-        entry = read_header(path).tensors[name]
-        digest = digest_bytes(path.read_bytes()[entry.begin : entry.end])
-        tensors[name] = msgspec.structs.replace(record, digest=digest)
+    tensors = dict(manifest.tensors)
+    for file in sorted({record.file for record in tensors.values()}):
+        raw = memoryview((directory / file).read_bytes())
+        for name, entry in read_header(directory / file).tensors.items():
+            digest = digest_bytes(raw[entry.begin : entry.end])
+            tensors[name] = msgspec.structs.replace(tensors[name], digest=digest)
     sealed = msgspec.structs.replace(manifest, files=files, tensors=tensors).sealed()
     (directory / MANIFEST).write_bytes(sealed.encode())

@@ -17,7 +17,7 @@ from duovolt.checkpoint.digest import digest_bytes, digest_json
 from duovolt.checkpoint.encodings import PLAIN_ENCODINGS, encoding_parts, part_name
 from duovolt.checkpoint.files import file_metadata, plan_files
 from duovolt.checkpoint.layouts import layout_named, stored_form
-from duovolt.checkpoint.manifest import FORMAT_VERSION, Manifest, SourceRecord, SourceRef, TensorRecord
+from duovolt.checkpoint.manifest import FORMAT_VERSION, FileRecord, Manifest, SourceRecord, SourceRef, TensorRecord
 from duovolt.checkpoint.stage import AtomicFile, StageDirectory
 from duovolt.checkpoint.writer import Planned, ShardWriter
 from duovolt.model.config import FAMILY, ModelConfig
@@ -104,6 +104,17 @@ def stored_parts(spec: TensorSpec, encoding: str, family: str) -> list[tuple[str
     return found
 
 
+SIDE_FILES = {"chat_template.jinja": b"{{ messages }}", "foo_config.json": b'{"unknown": true}'}
+
+
+def _source_ref(
+    words: Words, spec: TensorSpec, part: str, layout: str, dtype: str, shape: tuple[int, ...], stored: Planned
+) -> SourceRef:
+    """The source tensor that a stored part is made from: the same words, canonical, under the same name."""
+    digest = digest_bytes(np.ascontiguousarray(words(spec.name, part, shape, dtype)).reshape(-1).view(np.uint8).data)
+    return SourceRef(name=stored.name, dtype=dtype, shape=list(shape), digest=digest)
+
+
 def converted(
     path: Path,
     config_json: dict[str, Any],
@@ -113,18 +124,30 @@ def converted(
     layout: str = "v100",
     max_shard_bytes: int = 1 << 30,
     note: str = "",
+    source_files: dict[str, FileRecord] | None = None,
 ) -> Manifest:
-    """Write a converted directory; `note` makes the conversion id another one. Returns its manifest."""
+    """Write a converted directory; `note` makes the conversion id another one. Returns its manifest.
+
+    `source_files`: what it says of the shards it was made from; `quantised_source` returns them.
+    """
     model = ModelConfig.from_dict(config_json)
     recipe = {"name": "made", "layout": layout, "max_shard_bytes": max_shard_bytes, "rules": [], "note": note}
-    identity = digest_json({"recipe": recipe, "config": config_json, "words": words.__name__})
     groups = [
         [(spec, *part) for part in stored_parts(spec, encoding(spec), layout)] for spec in inventory(model).values()
     ]
     parts = {item[-1].name: item for group in groups for item in group}
     files = plan_files([[item[-1] for item in group] for group in groups], max_shard_bytes)
     records: dict[str, TensorRecord] = {}
-    sources: dict[str, str] = {}
+    sources = {name: _source_ref(words, *item) for name, item in parts.items()}
+    side_files = {"config.json": json.dumps(config_json, indent=1).encode()} | SIDE_FILES
+    identity = digest_json({
+        "format_version": FORMAT_VERSION, "family": FAMILY, "recipe": recipe,
+        "tensors": {ref.name: [ref.dtype, ref.shape, ref.digest] for ref in sources.values()},
+        "side_files": {name: digest_bytes(content) for name, content in side_files.items()},
+    })  # fmt: skip
+    weights = {
+        group: sum(spec.group == group for spec in inventory(model).values()) for group in ("text", "mtp", "vision")
+    }
     with StageDirectory(path, f"made {identity}") as stage:
         for file, tensors in files:
             with stage.create(file) as handle:
@@ -134,7 +157,6 @@ def converted(
                     canonical = words(spec.name, part, shape, dtype)
                     tile = layout_named(layout_name)
                     writer.write(canonical if tile is None else tile.apply(canonical))
-                    sources[tensor.name] = digest_bytes(np.ascontiguousarray(canonical).tobytes())
                 record = writer.close()
             stage.finished(file, record)
             for tensor in tensors:
@@ -143,14 +165,13 @@ def converted(
                 records[tensor.name] = TensorRecord(
                     weight=spec.name, part=part, encoding=encoding(spec), layout=layout_name, dtype=dtype,
                     shape=list(tensor.shape), canonical_shape=list(shape), file=file, digest=digest,
-                    sources=[SourceRef(name=tensor.name, dtype=dtype, shape=list(shape), digest=sources[tensor.name])],
+                    sources=[sources[tensor.name]],
                 )  # fmt: skip
         stage.put_index(
             {name: record.file for name, record in records.items()}, sum(p[-1].nbytes for p in parts.values())
         )
-        stage.put("config.json", json.dumps(config_json, indent=1).encode())
-        stage.put("chat_template.jinja", b"{{ messages }}")
-        stage.put("foo_config.json", b'{"unknown": true}')
+        for name, content in side_files.items():
+            stage.put(name, content)
         return stage.seal(
             Manifest(
                 format_version=FORMAT_VERSION,
@@ -162,14 +183,14 @@ def converted(
                 tp_rank=None,
                 tensors=records,
                 files=stage.files,
-                source=SourceRecord(quantization_config=None, hf_quant_config=None, files={}),
-                provenance={"made": "by a test"},
+                source=SourceRecord(quantization_config=None, hf_quant_config=None, files=source_files or {}),
+                provenance={"made": "by a test", "weights": weights},
             )
         )
 
 
-def quantised_source(path: Path, config_json: dict[str, Any], words: Words = random_words) -> None:
-    """The source that `converted` claims to come from: the same parts, canonical, under the same names."""
+def quantised_source(path: Path, config_json: dict[str, Any], words: Words = random_words) -> dict[str, FileRecord]:
+    """The source that `converted` claims to come from: the same parts, canonical, under the same names; its shards."""
     specs = inventory(ModelConfig.from_dict(config_json)).values()
     parts = [(spec, *part) for spec in specs for part in stored_parts(spec, default_encoding(spec), "canonical")]
     tensors = [item[-1] for item in parts]
@@ -178,10 +199,11 @@ def quantised_source(path: Path, config_json: dict[str, Any], words: Words = ran
         writer = ShardWriter(handle, tensors, {})
         for spec, part, _, dtype, shape, _ in parts:
             writer.write(words(spec.name, part, shape, dtype))
-        writer.close()
+        record = writer.close()
     (path / "config.json").write_text(json.dumps(config_json, indent=1))
-    (path / "chat_template.jinja").write_text("{{ messages }}")
-    (path / "foo_config.json").write_text('{"unknown": true}')
+    for name, content in SIDE_FILES.items():
+        (path / name).write_bytes(content)
+    return {"model.safetensors": record}
 
 
 def plain_source(path: Path, config_json: dict[str, Any], max_shard_bytes: int = 1 << 30) -> None:
@@ -201,3 +223,11 @@ def plain_source(path: Path, config_json: dict[str, Any], max_shard_bytes: int =
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (path / "config.json").write_text(json.dumps(config_json, indent=1))
     (path / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def plain_record(name: str, dtype: str, shape: tuple[int, ...]) -> TensorRecord:
+    """The record of a tensor that is stored as it is."""
+    return TensorRecord(
+        weight=name, part="plain", encoding="bf16", layout="canonical", dtype=dtype, shape=list(shape),
+        canonical_shape=list(shape), file="x", digest="0" * 32, sources=[],
+    )  # fmt: skip

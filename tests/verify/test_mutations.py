@@ -1,182 +1,546 @@
-"""Random damage to a directory of ranks: every one is found, none makes a traceback.
+"""Thousands of random damages to converted and rank directories: every one is found, none makes a traceback.
 
-Each damage is done in place and undone after; a seed stands in every failure's message.
+Each damage is done in place and undone after; a seed stands in every failure's message. Damages whose name ends in
+`, signed` make every digest fit what lies there: only the comparison with the stage before can find them.
 """
 
+import json
 import random
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from duovolt.checkpoint.container import TensorEntry, read_header
+from duovolt.checkpoint.directory import INDEX, MANIFEST
 from duovolt.checkpoint.errors import InputError
+from duovolt.checkpoint.manifest import Manifest, read_manifest
 from duovolt.cli.main import main
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
+from duovolt.tests.support.damage import edit_manifest, refit
+from duovolt.tests.verify.test_hostile import lie
 from duovolt.verify.proofs import verify
 
-DAMAGES = 560
+EACH = 70  # damages of each kind
+
+
+@dataclass(frozen=True)
+class World:
+    """A quantised source, its conversion, two ranks; and ranks of another conversion of equal shapes."""
+
+    base: Path
+
+    @property
+    def converted(self) -> Path:
+        return self.base / "converted"
+
+    @property
+    def ranks(self) -> Path:
+        return self.base / "ranks"
+
+    @property
+    def source(self) -> Path:
+        return self.base / "source"
+
+    def rank(self, number: int) -> Path:
+        return self.ranks / f"rank-{number}-of-2"
+
+    def some_directory(self, rng: random.Random) -> Path:
+        return rng.choice([self.converted, self.rank(0), self.rank(1)])
+
+    def some_file(self, rng: random.Random) -> Path:
+        return rng.choice(sorted(self.some_directory(rng).iterdir()))
+
+    def some_shard(self, rng: random.Random) -> Path:
+        return rng.choice(sorted(self.some_directory(rng).glob("*.safetensors")))
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("mutations")
-    config = maker.config(num_hidden_layers=2, full_attention_interval=2, vocab_size=64) | {"vision_config": None}
-    maker.converted(base / "converted", config, max_shard_bytes=60_000)
-    shard(base / "converted", base / "ranks", 2)
-    return base / "ranks"
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    world = World(tmp_path_factory.mktemp("mutations"))
+    config = maker.config(
+        num_hidden_layers=1, full_attention_interval=1, vocab_size=64, mtp_num_hidden_layers=0
+    ) | {"vision_config": None}  # fmt: skip
+    source = maker.quantised_source(world.source, config)
+    maker.converted(world.converted, config, max_shard_bytes=40_000, source_files=source)
+    shard(world.converted, world.ranks, 2)
+    maker.converted(world.base / "old", config, max_shard_bytes=40_000, note="old", words=maker.row_marker)
+    shard(world.base / "old", world.base / "old-ranks", 2)
+    return world
 
 
-def some_file(ranks: Path, rng: random.Random) -> Path:
-    return rng.choice(sorted(p for p in ranks.rglob("*") if p.is_file()))
-
-
-def flip_bits(ranks: Path, rng: random.Random) -> str:
-    path = some_file(ranks, rng)
+def changed(path: Path, change: Callable[[bytearray], object]) -> bool:
+    """Change a file's bytes; False if they are what they were."""
     raw = bytearray(path.read_bytes())
-    at = [rng.randrange(len(raw)) for _ in range(rng.choice([1, 1, 1, 2]))]
     before = bytes(raw)
-    for position in at:
-        raw[position] ^= 1 << rng.randrange(8)
-    if bytes(raw) == before:  # the same bit twice
-        raw[at[0]] ^= 1
+    change(raw)
     path.write_bytes(raw)
-    return f"bits at {at} of {path}"
+    return bytes(raw) != before
 
 
-def flip_header(ranks: Path, rng: random.Random) -> str:
-    path = rng.choice(sorted(ranks.rglob("*.safetensors")))
-    raw = bytearray(path.read_bytes())
-    at = rng.randrange(8 + int.from_bytes(raw[:8], "little"))
-    raw[at] ^= 1 << rng.randrange(8)
-    path.write_bytes(raw)
-    return f"header bit at {at} of {path}"
+def flip(raw: bytearray, first: int, last: int, rng: random.Random) -> None:
+    raw[rng.randrange(first, last)] ^= 1 << rng.randrange(8)
 
 
-def flip_records(ranks: Path, rng: random.Random) -> str:
-    path = rng.choice([p for p in sorted(ranks.rglob("*.json")) if p.name.startswith(("duovolt", "model"))])
-    raw = bytearray(path.read_bytes())
-    at = rng.randrange(len(raw))
-    raw[at] ^= 1 << rng.randrange(8)
-    path.write_bytes(raw)
-    return f"record bit at {at} of {path}"
+# Damages return what they did, or None if the dice gave something that changes nothing.
+def one_bit(world: World, rng: random.Random) -> str | None:
+    path = world.some_file(rng)
+    changed(path, lambda raw: flip(raw, 0, len(raw), rng))
+    return f"bit of {path}"
 
 
-def change_length(ranks: Path, rng: random.Random) -> str:
-    path = some_file(ranks, rng)
-    raw = path.read_bytes()
-    cut = rng.randrange(len(raw))
-    path.write_bytes(raw[:cut] if rng.random() < 0.5 else raw + bytes(rng.randrange(1, 100)))
-    return f"length of {path}"
+def header_bit(world: World, rng: random.Random) -> str | None:
+    path = world.some_shard(rng)
+    changed(path, lambda raw: flip(raw, 0, 8 + int.from_bytes(raw[:8], "little"), rng))
+    return f"header bit of {path}"
 
 
-def remove(ranks: Path, rng: random.Random) -> str:
-    path = some_file(ranks, rng)
+def record_bit(world: World, rng: random.Random) -> str | None:
+    path = world.some_directory(rng) / rng.choice([INDEX, MANIFEST])
+    changed(path, lambda raw: flip(raw, 0, len(raw), rng))
+    return f"bit of {path}"
+
+
+def cut_off(world: World, rng: random.Random) -> str | None:
+    path = world.some_file(rng)
+    cut = rng.randrange(path.stat().st_size)
+    changed(path, lambda raw: raw.__delitem__(slice(cut, None)))
+    return f"{path} cut at {cut}"
+
+
+def extended(world: World, rng: random.Random) -> str | None:
+    path = world.some_file(rng)
+    more = bytes(rng.randrange(1, 100)) if rng.random() < 0.5 else rng.randbytes(rng.randrange(1, 100))
+    changed(path, lambda raw: raw.extend(more))
+    return f"{len(more)} bytes behind {path}"
+
+
+def missing_file(world: World, rng: random.Random) -> str | None:
+    path = world.some_file(rng)
     path.unlink()
-    return f"removed {path}"
+    return f"{path} removed"
 
 
-def add(ranks: Path, rng: random.Random) -> str:
-    path = some_file(ranks, rng)
-    path.with_name(f"extra-{path.name}").write_bytes(path.read_bytes())
-    return f"added beside {path}"
+def extra_file(world: World, rng: random.Random) -> str | None:
+    path = world.some_file(rng)
+    shutil.copy(path, path.with_name(f"extra-{path.name}"))
+    return f"a copy of {path} beside it"
 
 
-def swap_tensors(ranks: Path, rng: random.Random) -> str:
-    """Data of two tensors of equal size within one file."""
-    path = rng.choice(sorted(ranks.rglob("*.safetensors")))
-    by_size: dict[int, list[TensorEntry]] = {}
-    for entry in read_header(path).tensors.values():
-        by_size.setdefault(entry.nbytes, []).append(entry)
-    pairs = [group for group in by_size.values() if len(group) > 1]
-    raw = bytearray(path.read_bytes())
-    group = rng.choice(pairs) if pairs else []
-    first, second = rng.sample(group, 2) if group else (None, None)
-    if first is None or second is None or raw[first.begin : first.end] == raw[second.begin : second.end]:
-        return flip_bits(ranks, rng)
-    raw[first.begin : first.end], raw[second.begin : second.end] = (
-        raw[second.begin : second.end],
-        raw[first.begin : first.end],
+def lost_block(world: World, rng: random.Random) -> str | None:
+    """Zeros or rubbish in the place of a block."""
+    path = world.some_file(rng)
+    rubbish = rng.random() < 0.5
+
+    def change(raw: bytearray) -> None:
+        start = rng.randrange(len(raw))
+        block = raw[start : start + 512]
+        raw[start : start + 512] = bytes(byte ^ 0x5A for byte in block) if rubbish else bytes(len(block))
+
+    return f"block of {path}" if changed(path, change) else None
+
+
+def stale_copy(world: World, rng: random.Random) -> str | None:
+    """A file of another conversion, of equal shapes and name."""
+    number = rng.randrange(2)
+    stale = rng.choice(
+        [(world.base / "old", world.converted), (world.base / f"old-ranks/rank-{number}-of-2", world.rank(number))]
     )
-    path.write_bytes(raw)
-    return f"swapped {first.name} and {second.name} in {path}"
+    path = rng.choice([*sorted(stale[0].glob("*.safetensors")), stale[0] / MANIFEST])
+    shutil.copy(path, stale[1] / path.name)
+    return f"{path.name} of {stale[1].name} from an older conversion"
 
 
-def swap_files(ranks: Path, rng: random.Random) -> str:
-    """The same file of the two ranks."""
-    path = rng.choice([*sorted((ranks / "rank-0-of-2").glob("*.safetensors")), ranks / "rank-0-of-2" / "duovolt.json"])
-    other = ranks / "rank-1-of-2" / path.name
+def ranks_exchanged(world: World, rng: random.Random) -> str | None:
+    """The same file of the two ranks changes places."""
+    path = rng.choice([*sorted(world.rank(0).glob("*.safetensors")), world.rank(0) / MANIFEST])
+    other = world.rank(1) / path.name
     ours, theirs = path.read_bytes(), other.read_bytes()
     path.write_bytes(theirs)
     other.write_bytes(ours)
-    return f"swapped {path.name} between the ranks"
+    return f"{path.name} exchanged"
 
 
-def zero_block(ranks: Path, rng: random.Random) -> str:
-    """A lost disk block, or a run of rubbish."""
-    path = some_file(ranks, rng)
-    raw = np.frombuffer(bytearray(path.read_bytes()), np.uint8)
-    start = rng.randrange(len(raw))
-    block = raw[start : start + 512]
-    block[:] = np.where(rng.random() < 0.5, 0, block ^ 0x5A)
-    if raw.tobytes() == path.read_bytes():
-        return flip_bits(ranks, rng)
+def rank_twice(world: World, rng: random.Random) -> str | None:
+    number = rng.randrange(2)
+    for path in world.rank(number).iterdir():
+        shutil.copy(path, world.rank(1 - number) / path.name)
+    return f"rank {number} in both places"
+
+
+def rank_of_another_conversion(world: World, rng: random.Random) -> str | None:
+    number = rng.randrange(2)
+    for path in (world.base / f"old-ranks/rank-{number}-of-2").iterdir():
+        shutil.copy(path, world.rank(number) / path.name)
+    return f"rank {number} of the old conversion"
+
+
+def names_exchanged(world: World, rng: random.Random) -> str | None:
+    """Two tensors of equal dtype and shape change their names in the header."""
+    path = world.some_shard(rng)
+    pair = equal_pair(path, rng)
+    if pair is None:
+        return None
+    first, second = (json.dumps(entry.name).encode() for entry in pair)
+
+    def change(raw: bytearray) -> None:
+        start = 8 + int.from_bytes(raw[:8], "little")
+        header = bytes(raw[8:start]).rstrip()
+        header = header.replace(first, b"\0").replace(second, first).replace(b"\0", second)
+        raw[8:start] = header.ljust(start - 8)
+
+    return f"names of {first!r} and {second!r} in {path}" if changed(path, change) else None
+
+
+def index_entry(world: World, rng: random.Random) -> str | None:
+    """An entry of the index is dropped, added, or sent to another file."""
+    path = world.some_directory(rng) / INDEX
+    index = json.loads(path.read_text())
+    names, files = sorted(index["weight_map"]), sorted(set(index["weight_map"].values()))
+    name, kind = rng.choice(names), rng.randrange(4)
+    if kind == 0:
+        del index["weight_map"][name]
+    elif kind == 1:
+        index["weight_map"][f"{name}.more"] = rng.choice(files)
+    elif kind == 2:
+        index["weight_map"][name] = rng.choice(
+            [*(f for f in files if f != index["weight_map"][name]), "model.safetensors"]
+        )
+    else:
+        index["metadata"]["total_size"] += rng.randrange(1, 100)
+    path.write_text(json.dumps(index, indent=2))
+    return f"index of {path.parent.name}: {kind} {name}"
+
+
+def manifest_value(world: World, rng: random.Random) -> str | None:
+    """A value of the manifest, its digest left alone."""
+    path = world.some_directory(rng) / MANIFEST
+    value = json.loads(path.read_text())
+    what = lie(value, rng)
+    raw = msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+    same = raw == path.read_bytes()
     path.write_bytes(raw)
-    return f"block at {start} of {path}"
+    return None if same else f"{path}: {what}"
 
 
-KINDS: list[Callable[[Path, random.Random], str]] = [
-    flip_bits, flip_bits, flip_header, flip_records, change_length, remove, add, swap_tensors, swap_files, zero_block,
+def equal_pair(path: Path, rng: random.Random) -> tuple[TensorEntry, TensorEntry] | None:
+    """Two tensors of a file with equal dtype and shape and other bytes."""
+    by_kind: dict[object, list[TensorEntry]] = {}
+    for entry in read_header(path).tensors.values():
+        by_kind.setdefault((entry.dtype, entry.shape), []).append(entry)
+    groups = [group for group in by_kind.values() if len(group) > 1]
+    if not groups:
+        return None
+    first, second = rng.sample(rng.choice(groups), 2)
+    raw = path.read_bytes()
+    return None if raw[first.begin : first.end] == raw[second.begin : second.end] else (first, second)
+
+
+def exchange(path: Path, rng: random.Random) -> str | None:
+    pair = equal_pair(path, rng)
+    if pair is None:
+        return None
+    first, second = pair
+
+    def change(raw: bytearray) -> None:
+        ours, theirs = raw[first.begin : first.end], raw[second.begin : second.end]
+        raw[first.begin : first.end], raw[second.begin : second.end] = theirs, ours
+
+    return f"data of {first.name} and {second.name} in {path}" if changed(path, change) else None
+
+
+def tensors_exchanged(world: World, rng: random.Random) -> str | None:
+    return exchange(world.some_shard(rng), rng)
+
+
+def signed(directory: Path, what: str | None) -> str | None:
+    refit(directory)
+    return what
+
+
+def tensors_exchanged_signed(world: World, rng: random.Random) -> str | None:
+    path = world.some_shard(rng)
+    return signed(path.parent, exchange(path, rng))
+
+
+def some_tensor(directory: Path, rng: random.Random) -> TensorEntry:
+    path = rng.choice(sorted(directory.glob("*.safetensors")))
+    return rng.choice(list(read_header(path).tensors.values()))
+
+
+def tensor_bit_signed(world: World, rng: random.Random) -> str | None:
+    directory = world.some_directory(rng)
+    entry = some_tensor(directory, rng)
+    changed(entry.path, lambda raw: flip(raw, entry.begin, entry.end, rng))
+    return signed(directory, f"bit of {entry.name} in {entry.path}")
+
+
+def permuted_heads_signed(world: World, rng: random.Random) -> str | None:
+    """Blocks of rows (heads, or rows of tiles) change places: all values are there, all shapes fit."""
+    directory = world.some_directory(rng)
+    entry = some_tensor(directory, rng)
+    if not entry.shape or entry.shape[0] < 2:
+        return None
+    blocks = rng.choice([n for n in (2, 4, entry.shape[0]) if entry.shape[0] % n == 0])
+
+    def change(raw: bytearray) -> None:
+        data = np.frombuffer(raw, np.uint8)[entry.begin : entry.end].reshape(blocks, -1)
+        order = list(range(blocks))
+        rng.shuffle(order)
+        raw[entry.begin : entry.end] = data[order].tobytes()
+
+    what = f"rows of {entry.name} in {entry.path}, {blocks} blocks" if changed(entry.path, change) else None
+    return signed(directory, what)
+
+
+def replicated_differs_signed(world: World, rng: random.Random) -> str | None:
+    directory = world.rank(rng.randrange(2))
+    whole = [n for n, r in read_manifest(directory).tensors.items() if r.split is not None and r.split.axis is None]
+    name = rng.choice(sorted(whole))
+    entry = read_header(directory / read_manifest(directory).tensors[name].file).tensors[name]
+    changed(entry.path, lambda raw: flip(raw, entry.begin, entry.end, rng))
+    return signed(directory, f"replicated {name} in {directory.name}")
+
+
+def side_file_signed(world: World, rng: random.Random) -> str | None:
+    path = world.rank(rng.randrange(2)) / rng.choice(["config.json", "chat_template.jinja", "foo_config.json"])
+    changed(path, lambda raw: flip(raw, 0, len(raw), rng))
+    return signed(path.parent, f"{path}")
+
+
+def index_signed(world: World, rng: random.Random) -> str | None:
+    """The index says the same in other words, or another total."""
+    what = index_entry(world, rng)
+    for directory in (world.converted, world.rank(0), world.rank(1)):
+        refit(directory)
+    return what
+
+
+def header_form_signed(world: World, rng: random.Random) -> str | None:
+    """A header that says the same in another order of keys, or a metadata entry more."""
+    path = world.some_shard(rng)
+    more = rng.random() < 0.5
+
+    def change(raw: bytearray) -> None:
+        start = 8 + int.from_bytes(raw[:8], "little")
+        table = json.loads(raw[8:start])
+        if more:
+            table["__metadata__"]["note"] = "x"
+        items = list(table.items())
+        rng.shuffle(items)
+        header = json.dumps(dict(items), separators=(",", ":")).encode()
+        header = header.ljust(max(start - 8, len(header)))
+        raw[:start] = len(header).to_bytes(8, "little") + header
+
+    return signed(path.parent, f"header of {path}" if changed(path, change) else None)
+
+
+def without_tensor(directory: Path, name: str, rename: str | None = None) -> None:
+    """Take a tensor out of file, index and manifest, or give it another name in all three; every digest fits."""
+    path = directory / read_manifest(directory).tensors[name].file
+    header = read_header(path)
+    raw = path.read_bytes()
+    table: dict[str, Any] = {"__metadata__": header.metadata}
+    data = b""
+    for entry in header.tensors.values():
+        if entry.name == name and rename is None:
+            continue
+        begin = len(data)
+        data += raw[entry.begin : entry.end]
+        called = rename if entry.name == name and rename is not None else entry.name
+        table[called] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, len(data)]}
+    head = json.dumps(table, separators=(",", ":")).encode()
+    head += b" " * (-(len(head) + 8) % 64)
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data)
+    index = json.loads((directory / INDEX).read_text())
+    file = index["weight_map"].pop(name)
+    if rename is not None:
+        index["weight_map"][rename] = file
+    size = sum(e.nbytes for p in sorted(directory.glob("*.safetensors")) for e in read_header(p).tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index["weight_map"].items()))}
+    (directory / INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n")
+    value = msgspec.to_builtins(read_manifest(directory))
+    record = value["tensors"].pop(name)
+    if rename is not None:
+        value["tensors"][rename] = record | {"weight": rename}
+    sealed = msgspec.convert(value, Manifest, strict=True).sealed()
+    (directory / MANIFEST).write_bytes(sealed.encode())
+    refit(directory)
+
+
+def plain_tensor(directory: Path, rng: random.Random) -> str:
+    """A tensor that is a weight of its own."""
+    return rng.choice(sorted(n for n, r in read_manifest(directory).tensors.items() if r.part == "plain"))
+
+
+def missing_tensor_signed(world: World, rng: random.Random) -> str | None:
+    directory = world.some_directory(rng)
+    name = plain_tensor(directory, rng)
+    without_tensor(directory, name)
+    return f"{name} gone from {directory.name}"
+
+
+def extra_tensor_signed(world: World, rng: random.Random) -> str | None:
+    """One that the family does not have, in the place of one that it has."""
+    directory = world.some_directory(rng)
+    name = plain_tensor(directory, rng)
+    without_tensor(directory, name, rename=f"{name[:-7]}.other.weight")
+    return f"{name} called another name in {directory.name}"
+
+
+def manifest_value_signed(world: World, rng: random.Random) -> str | None:
+    """A lie in a rank's manifest, sealed anew."""
+    path = world.rank(rng.randrange(2)) / MANIFEST
+    before, value = path.read_bytes(), msgspec.json.decode(path.read_bytes())
+    what = lie(value, rng)
+    try:
+        forged = msgspec.json.decode(msgspec.json.encode(value), type=Manifest).sealed().encode()
+    except msgspec.ValidationError:
+        return None
+    path.write_bytes(forged)
+    return None if forged == before else f"{path}: {what}"
+
+
+def recipe_signed(world: World, rng: random.Random) -> str | None:
+    """What the converted manifest says of recipe, source or origin, sealed anew, the ranks told the same.
+
+    The digests of the source's shards are told and not proved: those of its tensors are, which cover every byte of data.
+    """
+    key = rng.choice(["recipe", "source", "provenance", "conversion_id"])
+    value = {key: msgspec.json.decode((world.converted / MANIFEST).read_bytes())[key]}
+    before = json.dumps(value)
+    if key == "provenance":
+        value[key]["weights"]["text"] += rng.randrange(1, 9)
+    elif key == "conversion_id":
+        value[key] = rng.randbytes(16).hex()
+    else:
+        lie(value, rng)
+    if key == "source" and isinstance(value[key], dict) and isinstance(value[key].get("files"), dict):
+        for name, record in json.loads(before)[key]["files"].items():
+            if isinstance(value[key]["files"].get(name), dict):
+                value[key]["files"][name]["digest"] = record["digest"]
+    if json.dumps(value) == before:
+        return None
+    try:
+        for directory in (world.converted, world.rank(0), world.rank(1)):
+            edit_manifest(directory, lambda manifest: manifest.update(value))
+    except msgspec.ValidationError:
+        return None
+    return f"{key}: {before[:80]} -> {json.dumps(value)[:80]}"
+
+
+def tile_named_otherwise_signed(world: World, rng: random.Random) -> str | None:
+    """Ranges of a split that are not the partition's."""
+    directory = world.rank(rng.randrange(2))
+    cut = [n for n, r in read_manifest(directory).tensors.items() if r.split is not None and r.split.axis is not None]
+    name = rng.choice(sorted(cut))
+
+    def change(value: dict[str, Any]) -> None:
+        split = value["tensors"][name]["split"]
+        split["ranges"] = [
+            (stop, 2 * stop - start) if start == 0 else (0, stop - start) for start, stop in split["ranges"]
+        ]
+
+    edit_manifest(directory, change)
+    return f"ranges of {name} in {directory.name}"
+
+
+def conversion_signed(world: World, rng: random.Random) -> str | None:
+    """Everything fits everything: the converted directory and the ranks cut from it. Only the source knows better."""
+    entry = some_tensor(world.converted, rng)
+    changed(entry.path, lambda raw: flip(raw, entry.begin, entry.end, rng))
+    refit(world.converted)
+    for number in range(2):
+        shutil.rmtree(world.rank(number))
+    shard(world.converted, world.ranks, 2)
+    return f"bit of {entry.name}, converted and split"
+
+
+Damage = Callable[[World, random.Random], str | None]
+
+KINDS: list[Damage] = [
+    one_bit, header_bit, record_bit, cut_off, extended, missing_file, extra_file, lost_block, stale_copy, ranks_exchanged,
+    rank_twice, rank_of_another_conversion, names_exchanged, index_entry, manifest_value, tensors_exchanged,
+    tensors_exchanged_signed, tensor_bit_signed, permuted_heads_signed, replicated_differs_signed, side_file_signed,
+    index_signed, header_form_signed, missing_tensor_signed, extra_tensor_signed, manifest_value_signed,
+    tile_named_otherwise_signed, recipe_signed, conversion_signed,
 ]  # fmt: skip
 
+AGAINST_THE_SOURCE = (recipe_signed, conversion_signed)
 
-def restore(ranks: Path, contents: dict[Path, bytes]) -> None:
-    for path in ranks.rglob("*"):
-        if path.is_file() and path not in contents:
-            path.unlink()
-    for path, data in contents.items():
-        if not path.exists() or path.read_bytes() != data:
+
+def contents(world: World) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for place in (world.converted, world.ranks) for p in place.rglob("*") if p.is_file()}
+
+
+def restore(world: World, sound: dict[Path, bytes]) -> None:
+    there = contents(world)
+    for path in there.keys() - sound.keys():
+        path.unlink()
+    for path, data in sound.items():
+        if there.get(path) != data:
+            path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
 
 
-def test_every_damage_is_found(ranks: Path) -> None:
-    contents = {p: p.read_bytes() for p in ranks.rglob("*") if p.is_file()}
-    assert verify(ranks=ranks).ok
-    missed, found, started = [], 0, time.monotonic()
-    for seed in range(DAMAGES):
-        rng = random.Random(seed)
-        what = KINDS[seed % len(KINDS)](ranks, rng)
-        assert {p: p.read_bytes() for p in ranks.rglob("*") if p.is_file()} != contents, (
-            f"seed {seed} did nothing: {what}"
-        )
-        try:
-            if verify(ranks=ranks).ok:
-                missed.append(f"seed {seed}: {what}")
-            else:
-                found += 1
-        except InputError as error:
-            assert "unfinished" in str(error), f"seed {seed}: {what}"  # the manifest itself was removed
-            found += 1
-        restore(ranks, contents)
-    print(f"{found} of {DAMAGES} damages found in {time.monotonic() - started:.1f} s")
-    assert not missed and found == DAMAGES
-    assert verify(ranks=ranks).ok
+def is_found(world: World, with_source: bool) -> bool:
+    """False if every proof holds. A directory that has lost its manifest is refused as unfinished."""
+    try:
+        source = world.source if with_source else None
+        return not verify(source=source, converted=world.converted, ranks=world.ranks).ok
+    except InputError as error:
+        return "unfinished" in str(error)
 
 
-def test_no_damage_makes_a_traceback(ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_damage_is_found(world: World) -> None:
+    sound = contents(world)
+    assert verify(source=world.source, converted=world.converted, ranks=world.ranks).ok
+    missed: list[str] = []
+    table: Counter[str] = Counter()
+    started = time.monotonic()
+    for kind in KINDS:
+        name = kind.__name__.replace("_", " ").replace(" signed", ", signed")
+        done = 0
+        for seed in range(4 * EACH):
+            if done == EACH:
+                break
+            what = kind(world, random.Random(f"{name} {seed}"))
+            if what is not None:
+                done += 1
+                if is_found(world, kind in AGAINST_THE_SOURCE):
+                    table[name] += 1
+                else:
+                    missed.append(f"{name}, seed {seed}: {what}")
+            restore(world, sound)
+        assert done == EACH, f"{name}: only {done} of {4 * EACH} dice did anything"
+    for name, count in table.items():
+        print(f"{name:32} {count:4} of {EACH} found")
+    total = EACH * len(KINDS)
+    print(f"{'all':32} {table.total():4} of {total} found in {time.monotonic() - started:.1f} s")
+    assert not missed and table.total() == total >= 2000, missed[:10]
+    assert contents(world) == sound and verify(converted=world.converted, ranks=world.ranks).ok
+
+
+def test_no_damage_makes_a_traceback(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Through the command line: an exit code of 1 or 2 and messages, never 'unexpected'."""
-    copy = tmp_path / "ranks"
-    shutil.copytree(ranks, copy)
-    contents = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
-    for seed in range(1000, 1060):
-        what = KINDS[seed % len(KINDS)](copy, random.Random(seed))
-        code = main(["verify", "--ranks", str(copy)])
-        captured = capsys.readouterr()
-        assert code in (1, 2), f"seed {seed}: {what}: exit code {code}"
-        assert captured.err.startswith("duovolt: ") and "unexpected" not in captured.err, captured.err
-        assert "Traceback" not in captured.out + captured.err
-        restore(copy, contents)
+    sound = contents(world)
+    for number, kind in enumerate(KINDS * 2):
+        what = kind(world, random.Random(number))
+        if what is not None:
+            arguments = ["--source", world.source] if kind in AGAINST_THE_SOURCE else []
+            code = main(
+                ["verify", "--ranks", str(world.ranks), "--converted", str(world.converted), *map(str, arguments)]
+            )
+            captured = capsys.readouterr()
+            assert code in (1, 2), f"{number}: {what}: exit code {code}"
+            assert captured.err.startswith("duovolt: ") and "unexpected" not in captured.err, captured.err
+            assert "Traceback" not in captured.out + captured.err
+        restore(world, sound)

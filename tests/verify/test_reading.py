@@ -39,6 +39,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def test_verify_reads_every_byte_once(large: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F10: big reads, in order, each byte once: a disk with milliseconds a request is no disaster."""
     reads = note_reads(monkeypatch)
     assert verify(converted=large.converted, ranks=large.ranks).ok
     files = [path for place in (large.converted, large.rank(0), large.rank(1)) for path in shards(place)]
@@ -49,6 +50,7 @@ def test_verify_reads_every_byte_once(large: Stages, monkeypatch: pytest.MonkeyP
 
 
 def test_shard_reads_every_byte_once(large: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F10: as verify does."""
     reads = note_reads(monkeypatch)
     shard(large.converted, tmp_path / "ranks", 2)
     for path in shards(large.converted):

@@ -153,8 +153,8 @@ def test_a_damaged_source_header(journey: Journey) -> None:
 
 def test_words_that_were_quantised_before(tmp_path: Path) -> None:
     """A source with codes and scales of its own: equal word for word once the layout is undone."""
-    maker.converted(tmp_path / "converted", maker.config())
-    maker.quantised_source(tmp_path / "source", maker.config())
+    files = maker.quantised_source(tmp_path / "source", maker.config())
+    maker.converted(tmp_path / "converted", maker.config(), source_files=files)
     report = verify(source=tmp_path / "source", converted=tmp_path / "converted")
     assert report.ok and not report.errors
     shard(tmp_path / "converted", tmp_path / "ranks", 2)
