@@ -106,12 +106,16 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A whole model of the family. `mtp_layers` is 0 or 1; `vision` None for a text-only checkpoint."""
+    """A whole model of the family. `mtp_layers` is 0 or 1; `vision` None for a text-only checkpoint.
+
+    `image_token`: the id that stands for a part of a picture in a prompt, None where the configuration names none.
+    """
 
     text: TextConfig
     vision: VisionConfig | None
     mtp_layers: int
     tie_word_embeddings: bool
+    image_token: int | None = None
 
     @staticmethod
     def read(directory: Path) -> "ModelConfig":
@@ -159,7 +163,8 @@ class ModelConfig:
             raise InputError(f"{where}: mtp_use_dedicated_embeddings is true; the family shares the main embedding.")
         if not text_section.boolean("attn_output_gate", True):
             raise InputError(f"{where}: attn_output_gate is false; the family's attention is gated.")
-        return ModelConfig(text, vision, mtp, tied)
+        image = None if top.value.get("image_token_id") is None else top.integer("image_token_id", least=0)
+        return ModelConfig(text, vision, mtp, tied, image)
 
 
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:

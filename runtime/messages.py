@@ -42,6 +42,20 @@ class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
     ends: list[int]
 
 
+class ImageInput(Struct, frozen=True, forbid_unknown_fields=True):
+    """A picture of a prompt, the same bytes for every rank.
+
+    start          index in the prompt of the first of its tokens
+    height, width  in pixels; whole tokens both ways
+    pixels         uint8 RGB, row by row
+    """
+
+    start: int
+    height: int
+    width: int
+    pixels: bytes
+
+
 class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
     """One answer to make.
 
@@ -55,6 +69,7 @@ class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
     rope_positions  three rows (time, height, width) of the prompt's rotary positions where it holds images; None: the
                     token's index. Tokens after the prompt go on from the largest of them plus one
     grammar         what the answer must read as; None: anything
+    images          pictures in the order of their tokens; they need `rope_positions`
     """
 
     request_id: int
@@ -66,6 +81,7 @@ class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
     echo_logprobs: bool = False
     rope_positions: list[list[int]] | None = None
     grammar: Grammar | None = None
+    images: list[ImageInput] = []
 
 
 class CancelRequest(Struct, tag="cancel", forbid_unknown_fields=True):
@@ -114,7 +130,8 @@ class StepRecord(Struct):
 
     kind             "prefill" (one chunk of one prompt), "round" (every decoding lane), "idle" (only bookkeeping)
     tokens_produced  tokens this step gave out, over all lanes
-    token_hash       xxh64 of request ids, counts and tokens, as little-endian 64-bit words
+    token_hash       xxh64 of request ids, counts and tokens, as little-endian 64-bit words; in front of
+                     them, where the step read pictures, the hash of their embeddings
     position         tokens held in the caches of all lanes
     free_pages       pages left in the pool
     pending          requests that wait for a lane

@@ -16,10 +16,21 @@ from .norm import gated_rms_norm, l2_normalize, rms_norm
 from .philox import philox4x32, uniform
 from .rope import apply_rope, inverse_frequencies, mrope_axes, rope_angles, rope_table
 from .sampling import adjust_logits, distribution, draw, greedy, log_probabilities, residual
+from .vision import (
+    attend_all,
+    gelu,
+    gelu_tanh,
+    grid_angles,
+    grid_positions,
+    layer_norm,
+    linear_bias,
+    resample_table,
+)
 
 __all__ = [
     "adjust_logits",
     "apply_rope",
+    "attend_all",
     "attend_block",
     "attend_rows",
     "causal_conv",
@@ -30,15 +41,22 @@ __all__ = [
     "draw",
     "embed",
     "gated_rms_norm",
+    "gelu",
+    "gelu_tanh",
     "greedy",
+    "grid_angles",
+    "grid_positions",
     "inverse_frequencies",
     "l2_normalize",
+    "layer_norm",
+    "linear_bias",
     "linear_block",
     "linear_rows",
     "log_probabilities",
     "mrope_axes",
     "output_gate",
     "philox4x32",
+    "resample_table",
     "residual",
     "rms_norm",
     "rope_angles",

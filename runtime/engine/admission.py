@@ -3,6 +3,7 @@
 from ..messages import GenerateRequest
 from .pages import pages_for
 from .sampling import fault_of
+from .vision import VisionTower
 
 
 def answer_limit(request: GenerateRequest, max_context: int) -> int:
@@ -33,6 +34,26 @@ def fault_of_request(request: GenerateRequest, max_context: int, vocabulary: int
     if request.grammar is not None and (fault := _grammar_fault(request, vocabulary)):
         return fault
     return fault_of(request.sampling, vocabulary)
+
+
+def fault_of_images(request: GenerateRequest, tower: VisionTower | None, image_token: int | None) -> str | None:
+    """Why the pictures of a request cannot be read, None if they can."""
+    if not request.images:
+        return None
+    if tower is None:
+        return "the request holds pictures; this model has no vision tower."
+    if request.rope_positions is None:
+        return "the request holds pictures but no rope_positions."
+    end = 0
+    for number, image in enumerate(request.images):
+        if fault := tower.fault_of(image):
+            return f"picture {number}: {fault}"
+        begin, end = end, image.start + tower.tokens(image)
+        if not begin <= image.start or end > len(request.prompt):
+            return f"picture {number} has tokens {image.start} to {end - 1}, expected {begin} to {len(request.prompt) - 1}."
+        if any(token != image_token for token in request.prompt[image.start : end]):
+            return f"picture {number}: tokens {image.start} to {end - 1} are not all {image_token}."
+    return None
 
 
 def _grammar_fault(request: GenerateRequest, vocabulary: int) -> str | None:

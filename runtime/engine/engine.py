@@ -14,7 +14,7 @@ from ...checkpoint.errors import InputError
 from ..grammar import GrammarFault
 from ..messages import GenerateRequest, StepRecord, TokenEvent, TokenLogprob
 from ..parallel.base import Collective
-from .admission import answer_limit, fault_of_request
+from .admission import answer_limit, fault_of_images, fault_of_request
 from .cache import Cache
 from .constraint import Constraint
 from .drafting import make_drafts
@@ -22,6 +22,7 @@ from .lane import Lane
 from .model import Batch, Model, Segment
 from .records import step_record
 from .speculation import MAX_DRAFTS, Draft, judge
+from .vision import VisionTower, rows_hash
 
 PREFILL_CHUNK = 512
 
@@ -34,6 +35,7 @@ class Engine:
     n_sampleable  ids 0 .. n_sampleable - 1 may be drawn; later rows of the head are padding
     pages         pages of the pools; None: enough for every lane at full context
     tokenizer     the tokenizer's file, without which requests with a grammar are refused
+    tower         reads pictures; None: requests with pictures are refused
     drafts_from   instead of the MTP layer's drafts: those of each round of an answer, none after the last
     """
 
@@ -50,6 +52,7 @@ class Engine:
         pages: int | None = None,
         drafts_from: list[list[int]] | None = None,
         tokenizer: Path | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         weights = model.weights
         vocabulary = weights.config.text.vocab_size
@@ -71,6 +74,8 @@ class Engine:
         self._chunk = prefill_chunk
         self._forced = drafts_from
         self._tokenizer = tokenizer
+        self._tower = tower
+        self._seen = b""  # digest of the picture rows that this step read
         self._waiting: deque[GenerateRequest] = deque()
         self._lanes: list[Lane | None] = [None] * lanes
         self._order: list[Lane] = []  # lanes in the order of admission
@@ -81,6 +86,7 @@ class Engine:
         """Queue a request. A request that cannot be served ends with an "error" event of the next step."""
         alive = [r.request_id for r in self._waiting] + [lane.request.request_id for lane in self._order]
         fault = fault_of_request(request, self.max_context, self.n_sampleable, self.cache.pages)
+        fault = fault or fault_of_images(request, self._tower, self.model.weights.config.image_token)
         if request.request_id in alive:
             fault = f"request {request.request_id} is already being answered."
         if fault:
@@ -123,7 +129,8 @@ class Engine:
         self._prefilled_last = kind == "prefill"
         self._admit()  # lanes that have just come free
         events, self._events = self._events, []
-        return step_record(kind, events, self.cache, len(self._waiting)), events
+        seen, self._seen = self._seen, b""
+        return step_record(kind, events, self.cache, len(self._waiting), seen), events
 
     def _admit(self) -> None:
         for index, taken in enumerate(self._lanes):
@@ -140,7 +147,7 @@ class Engine:
                 self.cache.release(index)
                 self._finish_event(request, "error", f"the grammar: {error}")
                 continue
-            lane = Lane(index, request, limit, self.n_sampleable, constraint)
+            lane = Lane(index, request, limit, self.n_sampleable, constraint, self._tower)
             self._lanes[index] = lane
             self._order.append(lane)
             self._events.append(TokenEvent(request.request_id, [], [], None, 0, 0, len(request.prompt), admitted=True))
@@ -161,7 +168,10 @@ class Engine:
         start, prompt = lane.read, lane.request.prompt
         count = min(self._chunk, len(prompt) - start)
         segment = Segment(lane.index, start, count)
-        batch = Batch(torch.tensor(prompt[start : start + count]), [segment], lane.rope(start, count), by_rows=False)
+        images = lane.images.rows(start, count)
+        self._seen = rows_hash(images)
+        tokens = torch.tensor(prompt[start : start + count])
+        batch = Batch(tokens, [segment], lane.rope(start, count), by_rows=False, images=images)
         hidden = self.model.forward(batch, self.cache)
         lane.read += count
         self.cache.lengths[lane.index] = lane.read
@@ -169,10 +179,11 @@ class Engine:
         if self._uses_mtp and known:
             segment = Segment(lane.index, start, known)
             after = torch.tensor(prompt[start + 1 : start + 1 + known])
-            self.model.draft(
-                Batch(after, [segment], lane.rope(start, known), by_rows=False), hidden[:known], self.cache
-            )
+            images = lane.images.rows(start + 1, known)
+            batch = Batch(after, [segment], lane.rope(start, known), by_rows=False, images=images)
+            self.model.draft(batch, hidden[:known], self.cache)
             self.cache.mtp_lengths[lane.index] += known
+        lane.images.release(lane.read)
         scores: list[TokenLogprob] = []
         if lane.request.echo_logprobs and known:
             rows = self._logits(hidden[:known], by_rows=False)

@@ -6,6 +6,7 @@ from torch import Tensor
 from ..messages import GenerateRequest
 from .constraint import Constraint
 from .sampling import Sampler
+from .vision import PromptImages, VisionTower
 
 
 class Lane:
@@ -15,6 +16,7 @@ class Lane:
     read     prompt tokens that the cache holds already; the prompt is done when all are
     hidden   the target's hidden states [r, hidden] that the MTP layer has not seen, the last r positions of the cache
     rounds   decode rounds so far
+    images   the prompt's pictures that are yet to be read
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class Lane:
         limit: int,
         vocabulary: int,
         constraint: Constraint | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -33,6 +36,7 @@ class Lane:
         self.read = 0
         self.rounds = 0
         self.hidden: Tensor | None = None
+        self.images = PromptImages(request.images, tower)
         self.rope_delta = 0
         if request.rope_positions is not None:
             self.rope_delta = max(map(max, request.rope_positions)) + 1 - len(request.prompt)

@@ -6,10 +6,12 @@ from typing import Literal
 
 from ...checkpoint.directory import read_json
 from ...checkpoint.errors import InputError
+from ..images.processor import ImageProcessor
 from ..parallel.base import Collective
 from .engine import PREFILL_CHUNK, Engine
 from .model import Model
 from .sources import open_source
+from .vision import VisionTower
 from .weights import load_weights
 
 DraftHeadChoice = Literal["auto", "on", "off"]
@@ -72,7 +74,11 @@ def load_engine(directory: Path, collective: Collective, settings: EngineSetting
             f"{directory}: --draft-head on: these weights have no draft head. Convert with `draft_head = ROWS` in the "
             "recipe, or leave the option out."
         )
-    model = Model(load_weights(source), collective, settings.max_context, settings.draft_head != "off")
+    weights, vision = load_weights(source), source.config.vision
+    tower = None
+    if weights.vision is not None and vision is not None:
+        tower = VisionTower(weights.vision, ImageProcessor.read(directory, vision))
+    model = Model(weights, collective, settings.max_context, settings.draft_head != "off")
     return Engine(
         model,
         collective,
@@ -83,4 +89,5 @@ def load_engine(directory: Path, collective: Collective, settings: EngineSetting
         prefill_chunk=settings.prefill_chunk,
         drafts_from=settings.drafts_from,
         tokenizer=path if (path := directory / "tokenizer.json").exists() else None,
+        tower=tower,
     )

@@ -1,7 +1,7 @@
 """The model, top to bottom, on a flat batch of tokens from several lanes. Residual stream and sums in float32."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,12 +31,14 @@ class Batch:
 
     by_rows: decoding; every token gets the bits it would get alone, and recurrent states wait for `Cache.commit`.
     Otherwise a prefill chunk: one product for all tokens, and states move to the end of each segment.
+    images: rows of the batch whose embeddings are a picture's: where they begin, and these, float32 [n, hidden].
     """
 
     tokens: Tensor
     segments: list[Segment]
     rope: Tensor
     by_rows: bool
+    images: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def parts(self) -> list[tuple[Segment, slice]]:
         """Each segment with its rows of the batch."""
@@ -66,7 +68,7 @@ class Model:
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Run the batch through all layers: the hidden states after the final norm, float32 [T, hidden]."""
-        x = ops.embed(batch.tokens, self.weights.embed)
+        x = self._embed(batch)
         angles = self._angles(batch)
         for layer in self.weights.layers:
             x = self._layer(layer, x, batch, angles, cache, cache.kv)
@@ -79,7 +81,7 @@ class Model:
         """
         mtp = self.weights.mtp
         assert mtp is not None, "the model has no MTP layer"
-        embedding = ops.rms_norm(ops.embed(batch.tokens, self.weights.embed), mtp.embedding_norm, self.eps)
+        embedding = ops.rms_norm(self._embed(batch), mtp.embedding_norm, self.eps)
         joined = torch.cat((embedding, ops.rms_norm(hidden, mtp.hidden_norm, self.eps)), dim=-1)
         x = self._linear(joined, mtp.fc, batch)
         x = self._layer(mtp.layer, x, batch, self._angles(batch), cache, cache.mtp_kv)
@@ -109,6 +111,12 @@ class Model:
         full = found.new_full((len(found), self.weights.config.text.vocab_size), -math.inf)
         full[:, self._draft_ids] = found
         return full
+
+    def _embed(self, batch: Batch) -> Tensor:
+        x = ops.embed(batch.tokens, self.weights.embed)
+        for begin, rows in batch.images:
+            x[begin : begin + len(rows)] = rows
+        return x
 
     def _layer(self, layer: LayerWeights, x: Tensor, batch: Batch, angles: Angles, cache: Cache, kv: PagedKV) -> Tensor:
         mixer, normed = layer.mixer, ops.rms_norm(x, layer.input_norm, self.eps)

@@ -10,9 +10,9 @@ from .cache import Cache
 MASK = (1 << 64) - 1
 
 
-def step_record(kind: str, events: list[TokenEvent], cache: Cache, pending: int) -> StepRecord:
-    """Sum up what a step gave out and where it left the caches."""
-    digest = xxhash.xxh64()
+def step_record(kind: str, events: list[TokenEvent], cache: Cache, pending: int, seen: bytes = b"") -> StepRecord:
+    """Sum up what a step gave out and where it left the caches. `seen`: a digest of the pictures it read."""
+    digest = xxhash.xxh64(seen)
     for event in events:
         number = event.request_id & MASK  # a refused request may carry any number
         digest.update(struct.pack(f"<{2 + len(event.tokens)}Q", number, len(event.tokens), *event.tokens))

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ...checkpoint.errors import InputError
 from ...checkpoint.manifest import DRAFT_HEAD
-from ...model.config import FULL, ModelConfig
+from ...model.config import FULL, ModelConfig, VisionConfig
 from ...model.inventory import DRAFT_IDS, EMBED, HEAD, LAYER, NORM, inventory
 from .sources import WeightSource
+from .vision import Affine, VisionBlock, VisionWeights
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """Everything the text model needs. `head_cut`: this rank's head is its share of the vocabulary."""
+    """Everything of the model. `head_cut`: this rank's head is its share of the vocabulary."""
 
     config: ModelConfig
     tp_size: int
@@ -110,6 +111,7 @@ class ModelWeights:
     head_cut: bool
     mtp: MtpWeights | None
     draft_head: DraftHead | None = None
+    vision: VisionWeights | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -121,8 +123,7 @@ class _Taker:
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
-        specs = inventory(source.config)
-        self.left = {name for name, spec in specs.items() if spec.group != "vision"}
+        self.left = set(inventory(source.config))
 
     def take(self, *names: str) -> Tensor:
         """float32 tensor of one weight, or of several stacked along their rows."""
@@ -184,6 +185,25 @@ class _Taker:
         )
 
 
+    def affine(self, name: str) -> Affine:
+        return Affine(self.take(f"{name}.weight"), self.take(f"{name}.bias"))
+
+    def vision(self, config: VisionConfig) -> VisionWeights:
+        prefix = "model.visual"
+        patch = self.affine(f"{prefix}.patch_embed.proj")
+        blocks = []
+        for index in range(config.depth):
+            names = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.linear_fc1", "mlp.linear_fc2")
+            blocks.append(VisionBlock(*(self.affine(f"{prefix}.blocks.{index}.{name}") for name in names)))
+        return VisionWeights(
+            config.num_heads,
+            Affine(patch.weight.flatten(1), patch.bias),
+            self.take(f"{prefix}.pos_embed.weight"),
+            blocks,
+            *(self.affine(f"{prefix}.merger.{name}") for name in ("norm", "linear_fc1", "linear_fc2")),
+        )
+
+
 def _sizes(source: WeightSource) -> Sizes:
     """Heads on this rank, read off the shapes of its own matrices."""
     text, shapes = source.config.text, source.shapes
@@ -215,7 +235,7 @@ def _tied_head(embed: Tensor, source: WeightSource) -> tuple[Tensor, bool]:
 
 
 def load_weights(source: WeightSource) -> ModelWeights:
-    """Read every text and MTP weight exactly once. Raises InputError naming a weight of a wrong shape or left over."""
+    """Read every weight exactly once. Raises InputError naming a weight of a wrong shape or left over."""
     config, taker = source.config, _Taker(source)
     embed = taker.take(EMBED)
     counts = dict.fromkeys(config.text.layer_types, 0)
@@ -235,8 +255,9 @@ def load_weights(source: WeightSource) -> ModelWeights:
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < config.text.vocab_size):
             raise InputError(f"{source.where}: {DRAFT_IDS} names tokens beyond the vocabulary. Run `duovolt verify`.")
         draft = DraftHead(taker.take(DRAFT_HEAD), ids, DRAFT_HEAD in source.cut and source.tp_size > 1)
+    vision = None if config.vision is None else taker.vision(config.vision)
     if taker.left:
         raise InputError(f"{source.where}: no use for {len(taker.left)} weights: {', '.join(sorted(taker.left)[:4])}.")
     return ModelWeights(
-        config, source.tp_size, source.tp_rank, _sizes(source), embed, layers, norm, head, head_cut, mtp, draft
+        config, source.tp_size, source.tp_rank, _sizes(source), embed, layers, norm, head, head_cut, mtp, draft, vision
     )

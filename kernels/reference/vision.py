@@ -1,0 +1,70 @@
+"""Operations of the vision tower: one picture at a time, every rank the same ones, so no row-by-row forms are needed."""
+
+import torch
+from torch import Tensor
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis of x [T, H]."""
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * Phi(x), Phi the normal distribution."""
+    return torch.nn.functional.gelu(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def attend_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Every patch attends to every patch: [T, H, D] each -> softmax(q k^T / sqrt(D)) v, [T, H, D].
+
+    Memory does not grow with T squared.
+    """
+    heads = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(*heads)[0].transpose(0, 1)
+
+
+def grid_positions(rows: int, columns: int, merge: int) -> Tensor:
+    """Row and column of each patch, int64 [rows * columns, 2], patches of one merge x merge square side by side."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    shape = (rows // merge, merge, columns // merge, merge)
+    return torch.stack([x.reshape(shape).transpose(1, 2).flatten() for x in (row, column)], dim=-1)
+
+
+def grid_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, D / 2] for positions [T, 2]: the row turns the first half of them, the column the second.
+
+    Frequencies are theta^(-2 j / (D / 2)), j in [0, D / 4).
+    """
+    quarter = head_dim // 4
+    frequencies = 1.0 / (theta ** (torch.arange(quarter, dtype=torch.float32) / quarter))
+    angles = (positions[:, :, None].float() * frequencies).flatten(1)
+    return angles.cos(), angles.sin()
+
+
+def resample_table(table: Tensor, positions: Tensor, rows: int, columns: int) -> Tensor:
+    """Bilinear samples of a square table [S * S, H] at positions [T, 2] of a rows x columns grid -> [T, H].
+
+    The corners of the grid are the corners of the table.
+    """
+    side = int(table.shape[0] ** 0.5)
+    taps, weights = [], []
+    for axis, extent in enumerate((rows, columns)):
+        at = positions[:, axis].float() * (side - 1) / max(extent - 1, 1)
+        low = at.floor()
+        taps.append((low.long(), (low.long() + 1).clamp(max=side - 1)))
+        weights.append((1 - (at - low), at - low))
+    total = table.new_zeros(len(positions), table.shape[1])
+    for down, down_weight in zip(taps[0], weights[0], strict=True):
+        for across, across_weight in zip(taps[1], weights[1], strict=True):
+            total += table[down * side + across] * (down_weight * across_weight)[:, None]
+    return total

@@ -1,0 +1,143 @@
+"""The vision tower: a picture to the embeddings of its tokens. Every rank holds all of it and computes the same bits."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from ...kernels import reference as ops
+from ..images.processor import ImageProcessor
+from ..messages import ImageInput
+
+EPS = 1e-6
+ROPE_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class Affine:
+    """weight and bias of a linear layer or a norm."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class VisionBlock:
+    """One layer; `qkv`: rows of all heads' queries, then keys, then values."""
+
+    norm1: Affine
+    qkv: Affine
+    proj: Affine
+    norm2: Affine
+    fc1: Affine
+    fc2: Affine
+
+
+@dataclass(frozen=True)
+class VisionWeights:
+    """`patch` takes flattened patches; `positions` [S * S, hidden] is a square table."""
+
+    heads: int
+    patch: Affine
+    positions: Tensor
+    blocks: list[VisionBlock]
+    merger_norm: Affine
+    merger_fc1: Affine
+    merger_fc2: Affine
+
+
+class VisionTower:
+    """Pictures to embeddings, by the settings of `processor`."""
+
+    def __init__(self, weights: VisionWeights, processor: ImageProcessor) -> None:
+        self._weights = weights
+        self.processor = processor
+
+    def tokens(self, image: ImageInput) -> int:
+        """Tokens that the picture takes in the prompt."""
+        return self.processor.tokens(image.height, image.width)
+
+    def fault_of(self, image: ImageInput) -> str | None:
+        """Why a picture cannot be read, None if it can."""
+        factor, bytes_ = self.processor.factor, 3 * image.height * image.width
+        if image.height < factor or image.width < factor or image.height % factor or image.width % factor:
+            return f"a picture of {image.width} x {image.height} pixels is not whole tokens of {factor} x {factor}."
+        if len(image.pixels) != bytes_ or image.height * image.width > self.processor.max_pixels:
+            return (
+                f"a picture of {image.width} x {image.height} pixels has {len(image.pixels)} bytes, expected {bytes_}, "
+                f"of at most {self.processor.max_pixels} pixels."
+            )
+        return None
+
+    def embed(self, image: ImageInput) -> Tensor:
+        """float32 [tokens, hidden of the text model]."""
+        pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.height, image.width, 3)
+        patches = torch.from_numpy(self.processor.patches(pixels))
+        return self.forward(patches, image.height // self.processor.patch, image.width // self.processor.patch)
+
+    def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
+        """patches float32 [rows * columns, values], merge squares side by side -> [rows * columns / merge^2, hidden]."""
+        weights, merge = self._weights, self.processor.merge
+        positions = ops.grid_positions(rows, columns, merge)
+        x = _apply(patches, weights.patch) + ops.resample_table(weights.positions, positions, rows, columns)
+        angles = ops.grid_angles(positions, x.shape[1] // weights.heads, ROPE_THETA)
+        for block in weights.blocks:
+            x = x + self._attention(block, _norm(x, block.norm1), angles)
+            x = x + _apply(ops.gelu_tanh(_apply(_norm(x, block.norm2), block.fc1)), block.fc2)
+        merged = _norm(x, weights.merger_norm).reshape(-1, merge * merge * x.shape[1])
+        return _apply(ops.gelu(_apply(merged, weights.merger_fc1)), weights.merger_fc2)
+
+    def _attention(self, block: VisionBlock, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        query, key, value = _apply(x, block.qkv).reshape(len(x), 3, self._weights.heads, -1).unbind(1)
+        attended = ops.attend_all(ops.apply_rope(query, *angles), ops.apply_rope(key, *angles), value)
+        return _apply(attended.flatten(1), block.proj)
+
+
+class PromptImages:
+    """The pictures of one prompt while it is read: each is embedded when the first chunk needs it, and let go after."""
+
+    def __init__(self, images: list[ImageInput], tower: VisionTower | None) -> None:
+        self._waiting = list(images)
+        self._tower = tower
+        self._ready: dict[int, Tensor] = {}
+
+    def rows(self, start: int, count: int) -> list[tuple[int, Tensor]]:
+        """For the tokens at start .. start + count - 1: where in them a picture's embeddings begin, and these."""
+        found = []
+        for image in self._waiting:
+            assert self._tower is not None, "admission lets no pictures in without a tower"
+            begin, end = max(start, image.start), min(start + count, image.start + self._tower.tokens(image))
+            if begin < end:
+                if image.start not in self._ready:
+                    self._ready[image.start] = self._tower.embed(image)
+                found.append((begin - start, self._ready[image.start][begin - image.start : end - image.start]))
+        return found
+
+    def release(self, read: int) -> None:
+        """The prompt has been read up to index `read`: forget the pictures that lie before."""
+        assert self._tower is not None or not self._waiting
+        for image in list(self._waiting):
+            if self._tower is not None and image.start + self._tower.tokens(image) <= read:
+                self._waiting.remove(image)
+                self._ready.pop(image.start, None)
+
+
+def rows_hash(rows: list[tuple[int, Tensor]]) -> bytes:
+    """A digest of embeddings and their places, for the lockstep record; empty where there are none."""
+    if not rows:
+        return b""
+    digest = xxhash.xxh64()
+    for begin, values in rows:
+        digest.update(begin.to_bytes(8, "little"))
+        digest.update(values.contiguous().numpy().tobytes())
+    return digest.digest()
+
+
+def _apply(x: Tensor, layer: Affine) -> Tensor:
+    return ops.linear_bias(x, layer.weight, layer.bias)
+
+
+def _norm(x: Tensor, layer: Affine) -> Tensor:
+    return ops.layer_norm(x, layer.weight, layer.bias, EPS)
