@@ -58,6 +58,9 @@ def server_options() -> list[Option]:
             place=True,
         ),
         Option("log-content", truth, "also log what was asked and answered (default: no)"),
+        Option(
+            "allow-image-urls", truth, "also read pictures by http and https URL, from public addresses (default: no)"
+        ),
         Option("max-waiting", _integer(0), "requests that may wait for a lane (default: 64)"),
         Option("max-wait-seconds", _seconds(False), "a request that waits longer for a lane gets 503 (default: 600)"),
         Option("drain-seconds", _seconds(True), "time for running answers at SIGTERM (default: 10)"),

@@ -29,8 +29,8 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     Memory does not grow with T squared.
     """
-    heads = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(*heads)[0].transpose(0, 1)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
 
 def grid_positions(rows: int, columns: int, merge: int) -> Tensor:

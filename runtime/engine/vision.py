@@ -1,5 +1,6 @@
 """The vision tower: a picture to the embeddings of its tokens. Every rank holds all of it and computes the same bits."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ...checkpoint.errors import InputError
 from ...kernels import reference as ops
 from ..images.processor import ImageProcessor
 from ..messages import ImageInput
@@ -52,6 +54,13 @@ class VisionTower:
     """Pictures to embeddings, by the settings of `processor`."""
 
     def __init__(self, weights: VisionWeights, processor: ImageProcessor) -> None:
+        """Raises InputError for extents that no picture could go through."""
+        hidden, table = weights.positions.shape[1], weights.positions.shape[0]
+        if hidden % (4 * weights.heads) or math.isqrt(table) ** 2 != table:
+            raise InputError(
+                f"the vision tower has {weights.heads} heads on {hidden} values and {table} positions; expected heads of "
+                "a multiple of 4 values, and a square of positions."
+            )
         self._weights = weights
         self.processor = processor
 

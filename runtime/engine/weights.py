@@ -184,7 +184,6 @@ class _Taker:
             norm=self.take("mtp.norm.weight"),
         )
 
-
     def affine(self, name: str) -> Affine:
         return Affine(self.take(f"{name}.weight"), self.take(f"{name}.bias"))
 

@@ -108,8 +108,8 @@ class ImageProcessor:
 
         Patches that become one token stand side by side: rows of tokens, tokens, then merge x merge patches.
         """
-        values = pixels.astype(np.float32) * np.float32(self.scale)
-        values = (values - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)
+        mean, std = (np.array(channel, dtype=np.float32) for channel in (self.mean, self.std))
+        values: np.ndarray = (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
         high, wide = pixels.shape[0] // self.patch, pixels.shape[1] // self.patch
         shape = (high // self.merge, self.merge, self.patch, wide // self.merge, self.merge, self.patch, _CHANNELS)
         blocks = values.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)

@@ -29,6 +29,7 @@ class ServeOptions:
     cors_origin: tuple[str, ...] = ()
     log_requests: Path | None = None
     log_content: bool = False
+    allow_image_urls: bool = False
     max_waiting: int = 64
     max_wait_seconds: float = 600.0
     drain_seconds: float = 10.0

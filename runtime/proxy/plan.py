@@ -16,6 +16,7 @@ from ..rank.identity import RankIdentity, check_ranks, find_ranks
 from .key import KeyRing, read_keys
 from .options import ServeOptions
 from .origins import check_origins
+from .pictures import PictureReader
 from .schema import TokenId
 from .template import ChatTemplate
 from .tls import check_tls
@@ -27,7 +28,7 @@ _EXCHANGE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class ServePlan:
-    """`identity` is that of rank 0; all ranks agree with it but for the number."""
+    """`identity` is that of rank 0; all ranks agree with it but for the number. `pictures` None: text only."""
 
     options: ServeOptions
     backend: Backend
@@ -39,6 +40,7 @@ class ServePlan:
     tokenizer: TextTokenizer
     template: ChatTemplate
     keys: KeyRing
+    pictures: PictureReader | None = None
 
     @property
     def size(self) -> int:
@@ -94,6 +96,7 @@ def make_plan(options: ServeOptions) -> ServePlan:
         tokenizer,
         ChatTemplate(directories[0], tokenizer),
         KeyRing(read_keys(options.api_key_file)),
+        PictureReader.of(directories[0], config, tokenizer, options.allow_image_urls),
     )
 
 

@@ -88,7 +88,7 @@ class ServerState:
             "kv_pages_free": self.free_pages,
             "context_tokens": self.context_tokens,
             "max_context": self._plan.max_context,
-            "images": False,  # the engines read text only
+            "images": self._plan.pictures is not None,
             "ranks": [
                 {
                     "rank": rank.number,

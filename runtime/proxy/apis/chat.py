@@ -13,8 +13,8 @@ from ..assembly import AnswerStyle, CallArguments, CallStart, Content, Piece, Re
 from ..delivery import Event, deliver
 from ..errors import ApiError
 from ..grammar import chat_grammar
+from ..pictures import encode_with_pictures
 from ..plan import ServePlan
-from ..prompt import encode_prompt
 from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
 from ..schema import ChatBody
 from ..service import Service, Stamp
@@ -48,12 +48,12 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Pl
     logprobs = 1 + (body.top_logprobs or 0) if body.logprobs else 0
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
     stops, ends, ignore_eos = stop_strings(body), stop_ids(body, tokenizer), bool(body.ignore_eos)
-    prompt = build_chat_prompt(body, plan.template)
+    prompt = build_chat_prompt(body, plan.template, plan.pictures is not None)
     grammar = chat_grammar(body, prompt.tools, prompt.thinking, plan)
-    ids = encode_prompt(tokenizer, prompt.text, plan.max_context)
+    placed = encode_with_pictures(prompt.text, prompt.images, plan.pictures, tokenizer, plan.max_context, body.n or 1)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    length = answer_length(len(ids), asked, plan.max_context, param)
+    length = answer_length(len(placed.ids), asked, plan.max_context, param)
     style = AnswerStyle(
         frozenset() if ignore_eos else frozenset(ends),
         stops,
@@ -63,7 +63,17 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Pl
         one_call=body.parallel_tool_calls is False,
     )
     requests = [
-        GenerateRequest(0, ids, length, ends, ignore_eos, for_choice(sampling, number), grammar=grammar)
+        GenerateRequest(
+            0,
+            placed.ids,
+            length,
+            ends,
+            ignore_eos,
+            for_choice(sampling, number),
+            rope_positions=placed.rope_positions,
+            grammar=grammar,
+            images=placed.images,
+        )
         for number in range(body.n or 1)
     ]
     return Plan(requests, style)

@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import strict_json
 from ..errors import bad_request
+from ..pictures import NO_TOWER
 from ..schema import ChatBody
 from ..template import ChatTemplate, opens_thinking
 
@@ -15,15 +16,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """`thinking`: the prompt has begun the assistant's reasoning; `tools`: those the answer may call."""
+    """`thinking`: the prompt has begun the assistant's reasoning; `tools`: those the answer may call.
+
+    `images`: the URLs of its pictures, in the order of the messages.
+    """
 
     text: str
     thinking: bool
     tools: list[dict[str, Any]]
+    images: list[str]
 
 
-def build_chat_prompt(body: ChatBody, template: ChatTemplate) -> ChatPrompt:
+def build_chat_prompt(body: ChatBody, template: ChatTemplate, reads_images: bool = False) -> ChatPrompt:
     """Render the body. Raises ApiError for malformed messages and for what this server cannot do."""
+    images: list[str] | None = [] if reads_images else None
     tools = _tools(body)
     variables = dict(body.chat_template_kwargs or {})
     if body.enable_thinking is not None:
@@ -32,22 +38,25 @@ def build_chat_prompt(body: ChatBody, template: ChatTemplate) -> ChatPrompt:
         variables["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
-    text = template.render(clean_messages(body.messages), tools or None, variables)
-    return ChatPrompt(text, opens_thinking(text), tools)
+    text = template.render(clean_messages(body.messages, images), tools or None, variables)
+    return ChatPrompt(text, opens_thinking(text), tools, images or [])
 
 
-def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates expect them: text parts joined, call arguments as objects. Raises ApiError."""
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+def clean_messages(messages: list[dict[str, Any]], images: list[str] | None) -> list[dict[str, Any]]:
+    """The messages as templates expect them: text parts joined, call arguments as objects. Raises ApiError.
+
+    The URLs of pictures are added to `images`; None: the model reads text only.
+    """
+    return [_message(message, f"messages[{number}]", images) for number, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, images: list[str] | None) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise bad_request(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}", "messages")
     clean = dict(message)
     clean["role"] = {"developer": "system", "function": "tool"}.get(role, role)
-    clean["content"] = _content(message.get("content"), where)
+    clean["content"] = _content(message.get("content"), where, images)
     if "reasoning_content" in message and not isinstance(message["reasoning_content"], str):
         del clean["reasoning_content"]  # null from clients that send every field
     calls = message.get("tool_calls")
@@ -62,20 +71,38 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     return clean
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    """Text; with pictures the parts in their order, as templates take them."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise bad_request(f"{where}.content: expected text or a list of parts", "messages")
-    texts = []
+    parts: list[dict[str, Any]] = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image_url", "image", "video", "video_url", "input_audio", "file"):
-            raise bad_request(f"{where}.content[{number}]: this server reads text only, not {kind}", "messages")
+        if kind == "image_url":
+            if images is None:
+                raise bad_request(f"this server reads text only, not image_url: {NO_TOWER}", "messages")
+            images.append(_image_url(part.get("image_url"), f"{where}.content[{number}]"))
+            parts.append({"type": "image"})
+            continue
+        if kind in ("image", "video", "video_url", "input_audio", "file"):
+            reads = "text only" if images is None else "text and image_url"
+            raise bad_request(f"{where}.content[{number}]: this server reads {reads}, not {kind}", "messages")
         if kind != "text" or not isinstance(part.get("text"), str):
             raise bad_request(f"{where}.content[{number}]: expected a part of type text", "messages")
-        texts.append(part["text"])
-    return "".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _image_url(value: Any, where: str) -> str:
+    """OpenAI's object, or the bare URL that some clients send. `detail` changes nothing: the model decides."""
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise bad_request(f"{where}.image_url: expected an object with a url", "messages")
+    return url
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from ..assembly import AnswerStyle, Content
 from ..delivery import Event, deliver
 from ..errors import ApiError, bad_request
 from ..grammar import completion_grammar
+from ..pictures import IMAGE_PAD
 from ..plan import ServePlan
 from ..prompt import encode_prompt
 from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
@@ -25,6 +26,7 @@ from .chat import HEARTBEAT
 
 PREFIX = "cmpl-"
 _DEFAULT_LENGTH = 16  # as OpenAI's
+_NO_IMAGES = "images go with messages, as to /v1/chat/completions"
 
 
 class CompletionsApi:
@@ -58,6 +60,8 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
     grammar = completion_grammar(body, plan)
     prompts = _prompts(body.prompt, tokenizer, plan.max_context)
+    if plan.pictures is not None and any(plan.pictures.pad in ids for ids in prompts):
+        raise bad_request(f"prompt: {IMAGE_PAD} stands for a picture; {_NO_IMAGES}", "prompt")
     asked = _DEFAULT_LENGTH if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
         raise bad_request("max_tokens: 0 makes sense with echo only", "max_tokens")
@@ -87,6 +91,8 @@ def _prompt_ids(prompt: Any, tokenizer: TextTokenizer, max_context: int) -> list
     if not isinstance(prompt, list):
         raise bad_request(f"prompt: {prompt!r} is neither a text nor a list of token ids", "prompt")
     for token in prompt:
+        if isinstance(token, dict):
+            raise bad_request(f"prompt: text or token ids, no parts; {_NO_IMAGES}", "prompt")
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < tokenizer.size:
             raise bad_request(f"prompt: {token!r} is not a token id below {tokenizer.size}", "prompt")
     return list(prompt)

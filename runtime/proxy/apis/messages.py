@@ -14,8 +14,8 @@ from ..answer import Answer, Update
 from ..assembly import CallArguments, CallEnd, CallStart, Content, Piece, Reasoning
 from ..delivery import Event, deliver
 from ..errors import ApiError
+from ..pictures import encode_with_pictures
 from ..plan import ServePlan
-from ..prompt import encode_prompt
 from ..schema import CountTokensBody, MessagesBody
 from ..service import Service, Stamp
 from .chat import plan_chat
@@ -47,8 +47,9 @@ class MessagesApi:
 
 
 def _count(body: CountTokensBody, plan: ServePlan) -> int:
-    text = build_chat_prompt(chat_of(body), plan.template).text
-    return len(encode_prompt(plan.tokenizer, text, plan.max_context))
+    prompt = build_chat_prompt(chat_of(body), plan.template, plan.pictures is not None)
+    placed = encode_with_pictures(prompt.text, prompt.images, plan.pictures, plan.tokenizer, plan.max_context)
+    return len(placed.ids)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import bad_request
 from ..schema import ChatBody, CountTokensBody, MessagesBody
 
-_UNREADABLE = ("image", "document", "search_result", "container_upload")
+_UNREADABLE = ("document", "search_result", "container_upload")
 
 
 def chat_of(body: CountTokensBody) -> ChatBody:
@@ -58,14 +58,14 @@ def _user(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.get("type") == "tool_result":
-            result = {"role": "tool", "content": _text(block.get("content") or "", f"{place}.content")}
+            result = {"role": "tool", "content": _parts(block.get("content") or "", f"{place}.content")}
             messages.append(result | {"tool_call_id": block.get("tool_use_id")})
             continue
-        text = _text([block], where, number)
+        parts = _parts([block], where, number)
         if messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += text
+            messages[-1]["content"] += parts
         else:
-            messages.append({"role": role, "content": text})
+            messages.append({"role": role, "content": parts})
     return messages or [{"role": role, "content": ""}]
 
 
@@ -90,6 +90,28 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
     return [message]
 
 
+def _parts(content: Any, where: str, first: int = 0) -> list[dict[str, Any]]:
+    """The chat API's parts of text and image blocks, the first of which has the number `first`."""
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts = []
+    for number, block in enumerate(blocks, first):
+        if isinstance(block, dict) and block.get("type") == "image":
+            url = _image_url(block.get("source"), f"{where}.content[{number}].source")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts.append({"type": "text", "text": _text([block], where, number)})
+    return parts
+
+
+def _image_url(source: Any, where: str) -> str:
+    match source:
+        case {"type": "base64", "media_type": str(media), "data": str(data)}:
+            return f"data:{media};base64,{data}"
+        case {"type": "url", "url": str(url)}:
+            return url
+    raise bad_request(f"{where}: expected type base64 with media_type and data, or type url with a url", "messages")
+
+
 def _text(content: Any, where: str, first: int = 0) -> str:
     """Text, or the texts of blocks, the first of which has the number `first`."""
     if isinstance(content, str):
@@ -100,7 +122,7 @@ def _text(content: Any, where: str, first: int = 0) -> str:
     for number, block in enumerate(content, first):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind in _UNREADABLE:
-            raise bad_request(f"{where}.content[{number}]: this server reads text only, not {kind}", "messages")
+            raise bad_request(f"{where}.content[{number}]: this server does not read {kind}", "messages")
         if kind != "text" or not isinstance(block.get("text"), str):
             raise bad_request(f"{where}.content[{number}]: expected a block of type text, got {kind!r}", "messages")
         texts.append(block["text"])

@@ -58,7 +58,7 @@ def _items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             case "function_call":
                 _add_call(messages, item, where)
             case "function_call_output":
-                output = _text(item.get("output", ""), f"{where}.output")
+                output = _parts(item.get("output", ""), f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case kind:
                 raise bad_request(
@@ -72,7 +72,8 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: st
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise bad_request(f"{where}.role: {role!r} is not one of user, assistant, system, developer", "input")
-    text = _text(item.get("content"), f"{where}.content")
+    content = item.get("content")
+    text = (_text if role == "assistant" else _parts)(content, f"{where}.content")
     last = messages[-1] if messages else {}
     if role == "assistant" and last.get("role") == "assistant" and not last["content"] and "tool_calls" not in last:
         last["content"] = text  # behind its reasoning
@@ -90,16 +91,36 @@ def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _text(content: Any, where: str) -> str:
+def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Text; with pictures the chat API's parts."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(content, where)
+    parts = []
+    for number, part in enumerate(content):
+        if not _is_image(part):
+            parts.append({"type": "text", "text": _text([part], where, number)})
+            continue
+        if not isinstance(part.get("image_url"), str):
+            raise bad_request(f"{where}[{number}]: expected image_url, a URL as text; no files are kept here", "input")
+        parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _text(content: Any, where: str, first: int = 0) -> str:
+    """Text, or the texts of parts, the first of which has the number `first`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where}: expected text or a list of parts", "input")
     texts = []
-    for number, part in enumerate(content):
+    for number, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("input_image", "input_file", "input_audio"):
-            raise bad_request(f"{where}[{number}]: this server reads text only, not {kind}", "input")
+            raise bad_request(f"{where}[{number}]: this server does not read {kind} here", "input")
         key = "refusal" if kind == "refusal" else "text"
         if kind not in (
             "input_text",

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..errors import bad_request
+from ..pictures import encode_with_pictures
 from ..prompt import encode_prompt
 from ..schema import DetokenizeBody, TokenizeBody
 from ..service import Service
@@ -33,8 +34,10 @@ class TokensApi:
         return JSONResponse({"prompt": self._plan.tokenizer.decode(body.tokens)})
 
     def _tokens_of(self, body: TokenizeBody) -> list[int]:
-        text = body.prompt
-        if text is None:
-            variables = dict(body.chat_template_kwargs or {})
-            text = self._plan.template.render(clean_messages(body.messages or []), body.tools, variables)
-        return encode_prompt(self._plan.tokenizer, text, self._plan.max_context)
+        plan = self._plan
+        if body.prompt is not None:
+            return encode_prompt(plan.tokenizer, body.prompt, plan.max_context)
+        images: list[str] = []
+        messages = clean_messages(body.messages or [], None if plan.pictures is None else images)
+        text = plan.template.render(messages, body.tools, dict(body.chat_template_kwargs or {}))
+        return encode_with_pictures(text, images, plan.pictures, plan.tokenizer, plan.max_context).ids

@@ -328,7 +328,7 @@ function onDrag(event) {
 function takeFiles(files, event) {
   if (!files.length) return;
   event.preventDefault();
-  if (!readsImages) return notice("This model, as it is served here, reads text only: the file was not taken.");
+  if (!readsImages) return notice("This model reads text only: the file was not taken.");
   for (const file of files) {
     if (!file.type.startsWith("image/")) { notice(`${file.name} is no image.`); continue; }
     if (file.size > IMAGE_BYTES) { notice(`${file.name} has more than ${IMAGE_BYTES >> 20} MB.`); continue; }

@@ -1,0 +1,116 @@
+"""Fetching a picture that a request names by URL: from public addresses only, bounded in bytes and seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from ..images.decoding import MAX_IMAGE_BYTES, ImageFault
+
+FETCH_SECONDS = 10.0
+MAX_URL = 2048
+_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # a gateway's form of IPv4 addresses, private ones included
+_STEP = 1 << 16
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def is_public(address: Address) -> bool:
+    """False for loopback, link-local, private, multicast and reserved addresses, also wrapped into an IPv6 one."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
+        if inner is not None:
+            return is_public(inner)
+        if address in _TRANSLATED:
+            return False
+    return address.is_global and not address.is_multicast
+
+
+def fetch_image(url: str, allowed: Callable[[Address], bool] = is_public) -> bytes:
+    """The bytes behind an http or https URL. Raises ImageFault; follows no redirect and asks no proxy.
+
+    The name is resolved once, all its addresses must be `allowed`, and the connection goes to one of these: a name
+    cannot answer the check with one address and the connection with another.
+    """
+    scheme, host, port, target = _parts(url)
+    address = _resolve(host, port, allowed)
+    link: socket.socket | None = None
+
+    def hang_up() -> None:
+        """End every wait on the connection, however slowly the other side drips."""
+        if link is not None:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    deadline = threading.Timer(FETCH_SECONDS, hang_up)
+    deadline.daemon = True
+    deadline.start()
+    try:
+        link = socket.create_connection((str(address), port), timeout=FETCH_SECONDS / 2)
+        if scheme == "https":
+            context = ssl.create_default_context()
+            link = context.wrap_socket(link, server_hostname=host, do_handshake_on_connect=False)
+            link.do_handshake()
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = link
+        connection.request("GET", target, headers={"Accept": "image/*", "Connection": "close"})
+        return _body(connection.getresponse(), host)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, ImageFault):
+            raise
+        late = "" if deadline.is_alive() else f" within {FETCH_SECONDS:g} s"
+        raise ImageFault(f"{host} did not give it{late} ({type(error).__name__})") from error
+    finally:
+        deadline.cancel()
+        if link is not None:
+            link.close()
+
+
+def _parts(url: str) -> tuple[str, str, int, str]:
+    if len(url) > MAX_URL:
+        raise ImageFault(f"a URL of {len(url)} characters, at most {MAX_URL} are read")
+    try:
+        found = urlsplit(url)
+        port = found.port or (443 if found.scheme == "https" else 80)
+        host = (found.hostname or "").encode("idna").decode()
+    except ValueError as error:  # UnicodeError is one
+        raise ImageFault("not a URL") from error
+    if not host or found.username is not None or not url.isascii() or any(sign <= " " for sign in url):
+        raise ImageFault("not a URL of the form https://HOST/PATH without a user name")
+    return found.scheme, host, port, (found.path or "/") + (f"?{found.query}" if found.query else "")
+
+
+def _resolve(host: str, port: int, allowed: Callable[[Address], bool]) -> Address:
+    try:
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries]
+    except (OSError, ValueError) as error:
+        raise ImageFault(f"{host} has no address") from error
+    for address in found:
+        if not allowed(address):
+            raise ImageFault(f"{host} is at {address}, which is not a public address")
+    if not found:
+        raise ImageFault(f"{host} has no address")
+    return found[0]
+
+
+def _body(response: http.client.HTTPResponse, host: str) -> bytes:
+    if response.status in range(300, 400):
+        raise ImageFault(f"{host} answers {response.status}: redirects are not followed; name the picture's own URL")
+    if response.status != 200:
+        raise ImageFault(f"{host} answers {response.status}")
+    parts, size = [], 0
+    while part := response.read1(_STEP):
+        size += len(part)
+        if size > MAX_IMAGE_BYTES:
+            raise ImageFault(f"more than {MAX_IMAGE_BYTES} bytes")
+        parts.append(part)
+    if response.length:
+        raise ImageFault(f"{host} broke off {response.length} bytes before the end")
+    return b"".join(parts)

@@ -1,0 +1,191 @@
+"""Pictures in prompts against transformers' whole model, on the bundled checkpoint."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from duovolt.runtime.engine.cache import Cache
+from duovolt.runtime.engine.engine import Engine
+from duovolt.runtime.engine.model import Batch, Model, Segment
+from duovolt.runtime.engine.sources import open_source
+from duovolt.runtime.engine.vision import PromptImages, VisionTower
+from duovolt.runtime.engine.weights import load_weights
+from duovolt.runtime.images.placing import Placed, place
+from duovolt.runtime.images.processor import ImageProcessor
+from duovolt.runtime.messages import GenerateRequest, ImageInput, SamplingParams
+from duovolt.runtime.parallel.base import Collective, SoloCollective
+
+TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
+PAD, START, END = 3029, 3027, 3028
+SIZES = {"one": [(64, 96)], "two": [(96, 64), (160, 128)]}
+CONTEXT = 256
+
+
+@cache
+def tiny() -> Any:
+    return open_source(TINY)
+
+
+def tower(weights: Any) -> VisionTower:
+    return VisionTower(weights.vision, ImageProcessor.read(TINY, tiny().config.vision))
+
+
+def prompt(sizes: list[tuple[int, int]], seed: int = 5) -> Placed:
+    """Words, then each picture with words behind it."""
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(0, 3000, 9).tolist()
+    pictures = []
+    for height, width in sizes:
+        ids += [START, PAD, END, *generator.integers(0, 3000, 7).tolist()]
+        pictures.append((height, width, generator.integers(0, 256, 3 * height * width, dtype=np.uint8).tobytes()))
+    return place(ids, PAD, pictures, 32)
+
+
+def patches(placed: Placed, processor: ImageProcessor) -> tuple[Tensor, Tensor]:
+    shaped = [np.frombuffer(i.pixels, np.uint8).reshape(i.height, i.width, 3) for i in placed.images]
+    values = torch.from_numpy(np.concatenate([processor.patches(one) for one in shaped]))
+    return values, torch.tensor([[1, i.height // 16, i.width // 16] for i in placed.images])
+
+
+@cache
+def peer() -> Any:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(
+        TINY, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@torch.no_grad()
+def peer_answer(placed: Placed, count: int) -> tuple[Tensor, list[int]]:
+    """Logits of the prompt [T, V], and `count` greedy tokens, the whole sequence read anew for each."""
+    values, grid = patches(placed, ImageProcessor.read(TINY, tiny().config.vision))
+    ids, first = list(placed.ids), None
+    for _ in range(count + 1):
+        tokens = torch.tensor([ids])
+        logits = peer()(
+            input_ids=tokens, pixel_values=values, image_grid_thw=grid, mm_token_type_ids=(tokens == PAD).int(),
+            attention_mask=torch.ones_like(tokens), use_cache=False,
+        ).logits[0]  # fmt: skip
+        first = logits if first is None else first
+        ids.append(int(logits[-1, :3031].argmax()))
+    assert first is not None
+    return first, ids[len(placed.ids) : -1]
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("name", SIZES)
+@torch.no_grad()
+def test_tower_and_logits(name: str) -> None:
+    placed, weights = prompt(SIZES[name]), load_weights(tiny())
+    reader, model = tower(weights), Model(weights, SoloCollective(), CONTEXT)
+    values, grid = patches(placed, reader.processor)
+    wanted = peer().model.visual(values, grid_thw=grid).pooler_output
+    found = torch.cat([reader.embed(image) for image in placed.images])
+    assert relative(found, wanted) < 1e-5
+    slots, count = Cache(weights, lanes=1, max_context=CONTEXT), len(placed.ids)
+    assert slots.claim(0, count)
+    rows = PromptImages(placed.images, reader).rows(0, count)
+    rope = torch.tensor(placed.rope_positions)
+    batch = Batch(torch.tensor(placed.ids), [Segment(0, 0, count)], rope, by_rows=False, images=rows)
+    assert relative(model.logits(model.forward(batch, slots)), peer_answer(placed, 0)[0]) < 1e-3
+
+
+def engine_of(source: Any, collective: Collective, **settings: Any) -> Engine:
+    weights = load_weights(source)
+    chosen = {"lanes": 1, "drafts": 0, "n_sampleable": 3031, "max_context": CONTEXT} | settings
+    return Engine(Model(weights, collective, CONTEXT), collective, tower=tower(weights), **chosen)
+
+
+def request(placed: Placed, number: int = 1, **fields: Any) -> GenerateRequest:
+    given = {"images": placed.images, "rope_positions": placed.rope_positions} | fields
+    return GenerateRequest(number, placed.ids, 16, [], False, SamplingParams(temperature=0.0), **given)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_greedy_answers(tools: Any, name: str) -> None:
+    """In chunks that cut pictures, with and without drafts, alone and beside another lane."""
+    placed = prompt(SIZES[name])
+    wanted = peer_answer(placed, 16)[1]
+    for settings in ({"prefill_chunk": 512}, {"prefill_chunk": 7}, {"prefill_chunk": 5, "drafts": 3}):
+        run = tools.drive(engine_of(tiny(), SoloCollective(), **settings), request(placed))
+        assert run.tokens[1] == wanted, settings
+    other = prompt([(64, 64)], seed=8)
+    run = tools.drive(
+        engine_of(tiny(), SoloCollective(), lanes=2, drafts=2, prefill_chunk=9), request(placed), request(other, 2)
+    )
+    assert run.tokens[1] == wanted
+
+
+def test_two_ranks_answer_as_one(tools: Any) -> None:
+    placed = prompt(SIZES["two"])
+    alone = tools.drive(engine_of(tiny(), SoloCollective(), prefill_chunk=16), request(placed))
+
+    def work(collective: Collective) -> Any:
+        source = tools.cut(tiny(), 2, collective.rank)
+        return tools.drive(engine_of(source, collective, drafts=3, prefill_chunk=16), request(placed))
+
+    first, second = tools.ranks(2, work)
+    assert first.records == second.records
+    assert first.tokens == second.tokens == alone.tokens
+
+
+def test_another_picture_shows_in_the_lockstep_record_and_in_the_states(tools: Any) -> None:
+    placed = prompt(SIZES["one"])
+    image = placed.images[0]
+    changed = bytes([image.pixels[0] ^ 1]) + image.pixels[1:]
+    other = Placed(placed.ids, [ImageInput(image.start, image.height, image.width, changed)], placed.rope_positions)
+    runs = [tools.drive(engine_of(tiny(), SoloCollective()), request(one)) for one in (placed, other, placed)]
+    assert runs[0].records[0] != runs[1].records[0], "one bit of one pixel"
+    assert runs[0].records == runs[2].records
+
+
+def test_the_draft_layer_sees_the_picture(tools: Any) -> None:
+    """Its keys come from the same embeddings: a different picture, other keys, whatever the chunks."""
+    placed, found = prompt(SIZES["one"]), []
+    for chunk in (512, 6):
+        engine = engine_of(tiny(), SoloCollective(), drafts=2, prefill_chunk=chunk)
+        engine.add(request(placed))
+        while engine.cache.mtp_lengths[0] < len(placed.ids) - 1:
+            engine.step()
+        pages = engine.cache.mtp_kv.table(0)
+        found.append(engine.cache.mtp_kv.keys[0][pages].flatten(0, 1)[: len(placed.ids) - 1].clone())
+    assert relative(found[1], found[0]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("image", "fields", "words"),
+    [
+        ({"start": 9}, {}, "not all 3029"),
+        ({"start": 99}, {}, "expected 0 to"),
+        ({"start": -1}, {}, "expected 0 to"),
+        ({"height": 33}, {}, "not whole tokens"),
+        ({"height": 0}, {}, "not whole tokens"),
+        ({"height": 32}, {}, "has 18432 bytes, expected 9216"),
+        ({"height": 1024, "width": 1024, "pixels": bytes(3 << 20)}, {}, "at most 262144 pixels"),
+        ({}, {"rope_positions": None}, "no rope_positions"),
+    ],
+)
+def test_requests_that_make_no_sense(tools: Any, image: dict[str, Any], fields: dict[str, Any], words: str) -> None:
+    placed = prompt(SIZES["one"])
+    first = placed.images[0]
+    whole = {"start": first.start, "height": first.height, "width": first.width, "pixels": first.pixels} | image
+    run = tools.drive(
+        engine_of(tiny(), SoloCollective()), request(placed, **({"images": [ImageInput(**whole)]} | fields))
+    )
+    assert run.finish(1) == "error" and words in run.events[1][-1].error
+
+
+def test_a_model_without_a_tower_says_so(tools: Any) -> None:
+    placed = prompt(SIZES["one"])
+    engine = tools.engine(tools.source(seed=1, vocab_size=3072))
+    run = tools.drive(engine, request(placed))
+    assert "no vision tower" in run.events[1][-1].error
