@@ -255,22 +255,17 @@ def web() -> Iterator[Callable[[list[bytes]], str]]:
                         return
 
             threading.Thread(target=answer, daemon=True).start()
-            return f"http://localhost:{listener.getsockname()[1]}/a.png?b=c"
+            return f"http://127.0.0.1:{listener.getsockname()[1]}/a.png?b=c"
 
         yield serve
-
-
-def anywhere(address: Any) -> bool:
-    return address.version == 4 or address.is_loopback
 
 
 def ok(data: bytes, length: int | None = None) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(data) if length is None else length) + data
 
 
-def test_a_fetched_picture(web: Callable[[list[bytes]], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [(2, 1, 6, "", ("127.0.0.1", port))])
-    assert fetch_image(web([ok(FIRST)]), anywhere) == FIRST
+def test_a_fetched_picture(web: Callable[[list[bytes]], str]) -> None:
+    assert fetch_image(web([ok(FIRST)]), lambda address: True) == FIRST
 
 
 @pytest.mark.parametrize(
@@ -282,16 +277,15 @@ def test_a_fetched_picture(web: Callable[[list[bytes]], str], monkeypatch: pytes
         ([ok(FIRST[:50], 5000)], "broke off"),
         ([ok(bytes(3000))], "more than 2000 bytes"),
         ([b"HTTP/1.1 200 OK\r\n", *[b"X"] * 100], "did not give it within 1 s"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n", *[b"X"] * 100], ""),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n", *[b"X"] * 100], "broke off|within 1 s"),
     ],
 )  # fmt: skip
 def test_servers_that_misbehave(
     web: Callable[[list[bytes]], str], monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], words: str
 ) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [(2, 1, 6, "", ("127.0.0.1", port))])
     monkeypatch.setattr(image_urls, "MAX_IMAGE_BYTES", 2000)
     monkeypatch.setattr(image_urls, "FETCH_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(ImageFault, match=words):
-        fetch_image(web(pieces), anywhere)
+        fetch_image(web(pieces), lambda address: True)
     assert time.monotonic() - began < 5

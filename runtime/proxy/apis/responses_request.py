@@ -95,7 +95,7 @@ def _parts(content: Any, where: str) -> str | list[dict[str, Any]]:
     """Text; with pictures the chat API's parts."""
     if not isinstance(content, list) or not any(_is_image(part) for part in content):
         return _text(content, where)
-    parts = []
+    parts: list[dict[str, Any]] = []
     for number, part in enumerate(content):
         if not _is_image(part):
             parts.append({"type": "text", "text": _text([part], where, number)})

@@ -1,0 +1,49 @@
+"""A picture from an HTTP body through two reference ranks of the bundled model: widths, drafts and streams agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Server, running
+from .real_model import duovolt
+from .test_images import FIRST, SECOND, TINY, chat, data_url
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seen")
+    duovolt("convert", TINY, folder / "converted", "--recipe", "bf16", "--quiet")
+    for size in (1, 2):
+        duovolt("shard", folder / "converted", folder / f"ranks-{size}", "--tp", str(size), "--quiet")
+    return folder
+
+
+def answer(server: Server, *urls: str) -> tuple[list[Any], int]:
+    """The tokens of a greedy answer as bytes, and the length of its prompt."""
+    body = chat(*urls) | {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "logprobs": True}
+    with server.client(60) as client:
+        found = client.post(CHAT, json=body).json()
+    entries = found["choices"][0]["logprobs"]["content"]
+    return [(entry["bytes"], round(entry["logprob"], 3)) for entry in entries], found["usage"]["prompt_tokens"]
+
+
+def test_two_ranks_answer_about_pictures_as_one_does(folder: Path) -> None:
+    urls = data_url(FIRST), data_url(SECOND)
+    found = {}
+    for size, drafts in ((1, "0"), (2, "3")):
+        options = ("--max-context", "512", "--drafts", drafts, "--prefill-chunk", "11")
+        for server in running(folder / f"ranks-{size}", *options):
+            found[size] = [answer(server, *given) for given in (urls, urls, urls[::-1], ())]
+            assert server.metric("restarts_total") == 0
+    assert [[token for token, _ in tokens] for tokens, _ in found[1]] == [
+        [t for t, _ in tokens] for tokens, _ in found[2]
+    ]
+    for both, again, turned, without in found.values():
+        assert both == again
+        assert both[1] == turned[1] == without[1] + 9 + 4, "9 tokens of pictures, 4 marks around them"
+        assert both[0] != turned[0], "the order of the pictures shows in the model's own probabilities"
