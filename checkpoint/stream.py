@@ -4,6 +4,7 @@ Several digests of a piece then cost one trip to memory, and a network disk sees
 """
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from .errors import InputError
 
 PIECE = 512 << 10  # bytes: half of a small core's second-level cache
 LARGEST = 2 << 20  # bytes that can be taken at once
+FROM_DISK = 1 / 2e9  # seconds a byte above which the kernel had it not in memory; there the hint would only cost
 
 
 class ByteStream:
@@ -56,10 +58,11 @@ class ByteStream:
 
     def _read(self, view: memoryview) -> int:
         """Fill `view`, as far as the file goes: a single read may give less than was asked for."""
-        filled = 0
+        filled, begin = 0, time.perf_counter()
         while filled < len(view) and (got := self._file.readinto(view[filled:])):
             filled += got
         self._position += filled
-        # The disk goes on while this block is worked on, whatever the system's own read-ahead is.
-        os.posix_fadvise(self._file.fileno(), self._position, len(view), os.POSIX_FADV_WILLNEED)
+        if time.perf_counter() - begin > filled * FROM_DISK:
+            # The disk goes on while this block is worked on, whatever the system's own read-ahead is.
+            os.posix_fadvise(self._file.fileno(), self._position, len(view), os.POSIX_FADV_WILLNEED)
         return filled
