@@ -16,7 +16,7 @@ from ..checkpoint.container import NUMPY_DTYPE, Header, TensorEntry
 from ..checkpoint.digest import BLOCK
 from ..checkpoint.errors import DuovoltError
 from ..checkpoint.manifest import TensorRecord
-from ..checkpoint.stream import LARGEST, PIECE, ByteStream
+from ..checkpoint.stream import PIECE, ByteStream
 from .lockstep import JoinPlan, join_plan
 from .report import Proof, Report
 from .stage import StageView, whole_shapes
@@ -58,7 +58,8 @@ def _suspect(record: TensorRecord, words: np.ndarray) -> bool:
         return record.part in FLOAT_SCALES
     size = words.dtype.itemsize
     sign = 1 << (8 * size - 1)
-    return bool(words.view(f"<i{size}").max() >= least or words.view(f"<u{size}").max() >= sign + least)
+    largest = np.maximum.reduce
+    return bool(largest(words.view(f"<i{size}")) >= least or largest(words.view(f"<u{size}")) >= sign + least)
 
 
 def _is_the_sources(record: TensorRecord) -> bool:
@@ -247,7 +248,8 @@ def scan(alone: Sequence[StageView], ranks: Sequence[StageView], advance: Advanc
 
     `advance` is called with bytes read. What cannot be read is noted with its file.
     """
-    together = max(1, len(ranks)) * (_block_bytes(max(1, len(ranks))) + LARGEST)
+    streams = max(1, len(ranks))
+    together = streams * ByteStream.memory(_block_bytes(streams))
     result = Scan()
     for found in run_beside(_tasks(alone, ranks), advance, MEMORY // together):
         result.files |= found.files

@@ -1,6 +1,9 @@
 """The stream gives a file's bytes in order, whatever is taken, and says so if the file is shorter than it was."""
 
+import errno
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,37 @@ from duovolt.checkpoint.errors import InputError
 from duovolt.checkpoint.stream import LARGEST, ByteStream
 
 
-def test_pieces_of_any_size(tmp_path: Path) -> None:
+def flaky_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then nothing, or less than was asked for, is in memory; and a read of the disk is cut short."""
+    rng, preadv = random.Random(2), os.preadv
+
+    def some(descriptor: int, buffers: list[np.ndarray], offset: int, flags: int) -> int:
+        if flags and rng.random() < 0.3:
+            raise OSError(errno.EAGAIN, "not in memory")
+        if rng.random() < 0.3:
+            buffers = [buffers[0][: rng.randrange(1, len(buffers[0]) + 1)]]
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", some)
+
+
+def no_such_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def refuse(descriptor: int, buffers: list[np.ndarray], offset: int, flags: int) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.parametrize("cache", [None, flaky_cache, no_such_flag])
+def test_pieces_of_any_size(
+    tmp_path: Path, cache: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cache is not None:
+        cache(monkeypatch)
     path, rng = tmp_path / "file", random.Random(1)
     content = np.random.default_rng(1).integers(0, 256, 11_000_003, dtype=np.uint8)
     path.write_bytes(content.tobytes())
