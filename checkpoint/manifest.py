@@ -12,7 +12,7 @@ from .container import ITEMSIZE
 from .digest import DIGEST_HEX, digest_json
 from .directory import MANIFEST, MAX_JSON, plain_name
 from .encodings import STORED_AS_IS, PartName, part_name, part_of
-from .errors import CheckFailed, InputError
+from .errors import CheckFailed, InputError, one_line
 from .layouts import stored_shape
 
 FORMAT_VERSION = 1
@@ -221,7 +221,7 @@ def read_manifest(directory: Path) -> Manifest:
             )
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: not a manifest ({error}). Make this directory again.") from None
+        raise InputError(f"{path}: not a manifest ({one_line(error)}). Make this directory again.") from None
     _check(manifest, path)
     manifest.check_own_digest(path)
     return manifest

@@ -33,6 +33,7 @@ LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 TEMPORARY = ".duovolt-tmp"
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding rubbish raises
 WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
 
 _events = 0
@@ -284,7 +285,7 @@ class StageDirectory:
         lines = whole.split(b"\n")
         try:
             started = msgspec.json.decode(lines[0])["identity"]
-        except (msgspec.MsgspecError, KeyError, TypeError):
+        except (*NO_JSON, KeyError, TypeError):
             started = None
         if started is None:
             journal.unlink()
@@ -298,7 +299,7 @@ class StageDirectory:
         for line in lines[1:]:
             try:
                 entry = msgspec.json.decode(line, type=JournalEntry)
-            except msgspec.MsgspecError:
+            except NO_JSON:
                 continue
             self._done[entry.name] = entry
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .digest import BLOCK
-from .errors import InputError
+from .errors import InputError, naming
 
 PIECE = 1 << 20  # bytes: half of a server core's second-level cache
 LARGEST = 2 << 20  # bytes that can be taken at once
@@ -83,7 +83,8 @@ class ByteStream:
         """Bytes read behind `_end`: fewer at the end of the file, and where less than that is in memory."""
         view = self._room[self._end : self._end + count].data
         try:
-            got = os.preadv(self._file.fileno(), [view], self._position, flags)
+            with naming(self.path):
+                got = os.preadv(self._file.fileno(), [view], self._position, flags)
         except OSError as error:
             if flags and error.errno == errno.EAGAIN:
                 return 0

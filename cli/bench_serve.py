@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             wanted = {1: 0.97, 4: 0.90}[clients]
             print(
-                f"{clients} at once: median {statistics.median(stream.rates):.1f} tok/s a client, "
-                f"{stream.share:.1%} of {args.rate} (wanted {wanted:.0%}); first byte "
-                f"{stream.first_byte_ms:.2f} ms after the first token at most (median; worst {stream.worst_first_byte_ms:.2f})\n"
+                f"{clients} at once: median {statistics.median(stream.rates):.1f} tok/s a client, {stream.share:.1%} of "
+                f"{args.rate} (wanted {wanted:.0%}; {statistics.median(stream.relayed):.1f} reached the proxy); first byte "
+                f"{stream.first_byte_ms:.2f} ms after the first token (median; worst {stream.worst_first_byte_ms:.2f})\n"
                 f"  CPU a token: engine {stream.engine_us:.0f} us a rank, detokenising {stream.detokenise_us:.1f} us, "
                 f"HTTP {stream.http_us:.0f} us",
                 flush=True,

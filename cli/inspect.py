@@ -101,6 +101,7 @@ def _identity(manifest: Manifest) -> dict[str, Any]:
     return {
         "conversion_id": manifest.conversion_id,
         "recipe": manifest.recipe.get("name"),
+        "draft_head": manifest.recipe.get("draft_head", 0),
         "tp_size": manifest.tp_size,
         "tp_rank": manifest.tp_rank,
         "layouts": layouts,
@@ -133,7 +134,8 @@ def _print(found: dict[str, Any]) -> None:
     rank = f", rank {found['tp_rank']} of {found['tp_size']}" if found.get("tp_size") else ""
     print(f"{found['directory']}: {found['stage']}{rank}")
     if "conversion_id" in found:
-        print(f"  conversion {found['conversion_id']}, recipe {found['recipe']}")
+        draft = f", draft head of {found['draft_head']:,} rows" if found["draft_head"] else ""
+        print(f"  conversion {found['conversion_id']}, recipe {found['recipe']}{draft}")
     print(f"  {found['tensors']} tensors, {found['bytes'] / 1e6:,.2f} MB in {len(found['files'])} files")
     for title in ("by_encoding", "by_part_of_the_model"):
         print(f"  {title.replace('_', ' ')}:")

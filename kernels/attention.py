@@ -19,11 +19,12 @@ from .norm import check_heads, staged
 SOURCE = "attention.cu"
 MAX_TOKENS = 8
 MAX_SEQUENCES = 4
-TIERS = ((0, 256), (4096, 512), (32768, 1024), (65536, 2048))  # from this position on, segments of this length
-MAX_SEGMENTS = 1024
+TIERS = ((0, 128), (2048, 256), (8192, 512))  # from this position on, segments of this length
+MAX_SEGMENTS = 2560
 _THREADS = 256
-_MERGE_THREADS = 256
+_MERGE_THREADS = 512
 _TILE_ROWS = 8  # query rows of a tensor-core product
+_ROW_BYTES = 2 * (DIM + 8)  # of shared memory: queries, and the weights of two pages
 _MAX_TILES = 5
 
 
@@ -87,7 +88,7 @@ def decode_attention(
     group = q_heads // cache.kv_heads
     passes, pass_tokens, tiles = _passes(max_tokens, group)
     segments = segments_for(max_positions)
-    partial = torch.empty(tokens, q_heads, segments, DIM, dtype=torch.float32, device=query.device)
+    partial = torch.empty(tokens, q_heads, segments, DIM, dtype=torch.float16, device=query.device)
     stats = torch.empty(tokens, q_heads, segments, 2, dtype=torch.float32, device=query.device)
     kind = "int8" if cache.is_int8 else "fp16"
     launch(
@@ -101,6 +102,7 @@ def decode_attention(
             *(partial, stats, q_heads, passes, pass_tokens, DIM**-0.5),
         ),
         query.device,
+        3 * tiles * _TILE_ROWS * _ROW_BYTES,
     )
     strides = (0, 0) if gate is None else gate.stride()[:2]
     launch(
@@ -108,7 +110,7 @@ def decode_attention(
         "attention_merge",
         (4, q_heads, tokens),
         _MERGE_THREADS,
-        (partial, stats, segments, sequences.positions, gate, *strides, out, None),
+        (partial, stats, segments, sequences.positions, gate, *strides, out),
         query.device,
     )
     return out

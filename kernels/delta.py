@@ -19,7 +19,6 @@ HEAD = 128  # dimensions of a key and of a value head
 TAPS = 4  # width of the convolution
 MAX_TOKENS = 8  # tokens of a sequence in a round
 _KEPT = TAPS - 1
-_STEPS = 2 * MAX_TOKENS
 _BLOCK_ROWS, _THREADS = 16, 64
 _EPS = 1e-6  # of the normalisation of queries and keys
 
@@ -63,31 +62,50 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far each lane is, for all layers together; int32 [lanes] on the device, set by whoever judges a round.
+
+    accepted  how many of the last round's tokens stand (0 after a prefill)
+    turn      which half of `DeltaState.rows` holds the last round's; the next round writes the other
+    """
+
+    accepted: Tensor
+    turn: Tensor
+
+    @staticmethod
+    def empty(lanes: int, device: torch.device | str) -> "Progress":
+        return Progress(*(torch.zeros(lanes, dtype=torch.int32, device=device) for _ in range(2)))
+
+    def advance(self, lane: int, accepted: int) -> None:
+        """After a round of a lane went through every layer: `accepted` of its tokens stand."""
+        self.accepted[lane] = accepted
+        self.turn[lane] ^= 1
+
+
+@dataclass(frozen=True)
 class DeltaState:
     """What the lanes remember of one layer.
 
-    state     float32 [lanes, value heads, 128 (value), 128 (key)], before the last round's tokens
-    rows      float32 [lanes, 11, C + 2 value heads]: the convolution's history, then the last round's inputs, a and b
-    accepted  int32 [lanes], how many of the last round's tokens stand (0 after a prefill); set by whoever judges the round
+    state  float32 [lanes, value heads, 128 (value), 128 (key)], before the last round's tokens
+    rows   float32 [2, lanes, 11, C + 2 value heads]: the convolution's history, then the last round's inputs, a and b
     """
 
     state: Tensor
     rows: Tensor
-    accepted: Tensor
 
     @staticmethod
     def empty(lanes: int, weights: DeltaWeights) -> "DeltaState":
         device, heads = weights.conv.device, weights.value_heads
+        width = weights.channels + 2 * heads
         return DeltaState(
             torch.zeros(lanes, heads, HEAD, HEAD, device=device),
-            torch.zeros(lanes, _KEPT + MAX_TOKENS, weights.channels + 2 * heads, device=device),
-            torch.zeros(lanes, dtype=torch.int32, device=device),
+            torch.zeros(2, lanes, _KEPT + MAX_TOKENS, width, device=device),
         )
 
-    def history(self, lane: int) -> Tensor:
-        """The convolution's last three inputs [3, C] at the last accepted token; reads `accepted` on the host."""
-        first = int(self.accepted[lane])
-        return self.rows[lane, first : first + _KEPT, : self.rows.shape[2] - 2 * self.state.shape[1]]
+    def history(self, lane: int, progress: Progress) -> Tensor:
+        """The convolution's last three inputs [3, C], a view, at the last accepted token; reads `progress` on the host."""
+        first, turn = int(progress.accepted[lane]), int(progress.turn[lane])
+        return self.rows[turn, lane, first : first + _KEPT, : self.rows.shape[3] - 2 * self.state.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -116,39 +134,30 @@ def delta_decode(
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaState,
+    progress: Progress,
     batch: Round,
     out: Tensor | None = None,
 ) -> Tensor:
     """A round's tokens through convolution, gates and recurrence: float32 [T, value heads, 128], before the gated norm.
 
-    mixed float32 [T, C], a and b float32 [T, value heads]: parts of one projection (rows equally far apart). `memory`
-    moves, in place, to each lane's last accepted token; the round's own tokens are remembered for the next one.
+    mixed float32 [T, C], a and b float32 [T, value heads]: parts of one projection (rows equally far apart). The state
+    moves, in place, to each lane's last accepted token; the round's own tokens are remembered for the next one. Once all
+    layers are through, `progress` must be advanced.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """
-    out, stride = _checked(mixed, a, b, weights, memory, batch, out)
-    count, heads, device = batch.lanes.shape[0], weights.value_heads, mixed.device
-    convolved = torch.empty(count, _STEPS, weights.channels, device=device)
-    gates = torch.empty(count, _STEPS, 2, heads, device=device)
-    members = (batch.lanes, memory.accepted, batch.counts, batch.firsts)
+    out, stride = _checked(mixed, a, b, weights, memory, progress, batch, out)
     launch(
         SOURCE,
-        "delta_inputs",
-        (weights.channels // HEAD + 1, count),
-        HEAD,
-        (
-            *(mixed, a, b, stride, weights.conv, weights.a_log, weights.dt_bias, memory.rows, *members),
-            *(convolved, gates, weights.key_heads, heads, _EPS),
-        ),
-        device,
-    )
-    launch(
-        SOURCE,
-        "delta_steps",
-        (HEAD // _BLOCK_ROWS, heads, count),
+        "delta_decode",
+        (HEAD // _BLOCK_ROWS, weights.value_heads, batch.lanes.shape[0]),
         _THREADS,
-        (convolved, gates, memory.state, *members, out, weights.key_heads),
-        device,
+        (
+            *(mixed, a, b, stride, weights.conv, weights.a_log, weights.dt_bias, memory.rows, memory.state),
+            *(memory.state.shape[0], batch.lanes, progress.accepted, progress.turn, batch.counts, batch.firsts),
+            *(out, weights.key_heads, _EPS),
+        ),
+        mixed.device,
     )
     return out
 
@@ -159,20 +168,22 @@ def delta_decode_reference(
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaState,
+    progress: Progress,
     batch: Round,
     out: Tensor | None = None,
 ) -> Tensor:
     """What `delta_decode` computes, in torch on any device; reads the batch's numbers on the host."""
-    out, _ = _checked(mixed, a, b, weights, memory, batch, out)
+    out, _ = _checked(mixed, a, b, weights, memory, progress, batch, out)
     channels = weights.channels
     lanes, counts, firsts = (x.tolist() for x in (batch.lanes, batch.counts, batch.firsts))
     for lane, count, first in zip(lanes, counts, firsts, strict=True):
         if lane < 0:
             continue
-        before, rows, own = int(memory.accepted[lane]), slice(first, first + count), memory.rows[lane]
+        before, turn, rows = int(progress.accepted[lane]), int(progress.turn[lane]), slice(first, first + count)
+        old, new = memory.rows[turn, lane], memory.rows[1 - turn, lane]
         fresh = torch.cat((mixed[rows], a[rows], b[rows]), dim=1)
-        inputs = torch.cat((own[_KEPT : _KEPT + before], fresh))
-        convolved, joined = reference.causal_conv(inputs[:, :channels], own[:_KEPT, :channels].clone(), weights.conv)
+        inputs = torch.cat((old[_KEPT : _KEPT + before], fresh))
+        convolved, joined = reference.causal_conv(inputs[:, :channels], old[:_KEPT, :channels], weights.conv)
         kept_a, kept_b = inputs[:, channels:].split(weights.value_heads, dim=1)
         heads = _split_heads(convolved, weights)
         gates = reference.delta_gates(kept_a, kept_b, weights.a_log, weights.dt_bias)
@@ -180,24 +191,31 @@ def delta_decode_reference(
         if before:
             memory.state[lane] = trail[before - 1]
         out[rows] = outputs[before:]
-        own[:_KEPT, :channels] = joined[before : before + _KEPT]
-        own[_KEPT : _KEPT + count] = fresh
+        new[:_KEPT, :channels] = joined[before : before + _KEPT]
+        new[_KEPT : _KEPT + count] = fresh
     return out
 
 
 def delta_prefill(
-    mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, memory: DeltaState, lane: int, out: Tensor | None = None
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaState,
+    progress: Progress,
+    lane: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """A prompt's chunk of any length through the same layer, 64 tokens at a time (the WY form); output as delta_decode.
 
     The lane must stand at the end of its tokens (`accepted` 0); it moves to the end of the chunk. On any device.
     """
-    tokens = mixed.shape[0]
-    convolved, joined = reference.causal_conv(mixed, memory.history(lane).clone(), weights.conv)
+    tokens, history = mixed.shape[0], memory.history(lane, progress)
+    convolved, joined = reference.causal_conv(mixed, history, weights.conv)
     gates = reference.delta_gates(a, b, weights.a_log, weights.dt_bias)
     outputs, state = reference.delta_rule_chunked(*_split_heads(convolved, weights), *gates, memory.state[lane])
     memory.state[lane] = state
-    memory.rows[lane, :_KEPT, : weights.channels] = joined[tokens:]
+    history.copy_(joined[tokens:])
     return outputs if out is None else out.copy_(outputs)
 
 
@@ -213,6 +231,7 @@ def _checked(
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaState,
+    progress: Progress,
     batch: Round,
     out: Tensor | None,
 ) -> tuple[Tensor, int]:
@@ -230,8 +249,9 @@ def _checked(
     lanes = memory.state.shape[0]
     check("state", memory.state, torch.float32, (lanes, heads, HEAD, HEAD), device)
     width = weights.channels + 2 * heads
-    check("rows", memory.rows, torch.float32, (lanes, _KEPT + MAX_TOKENS, width), device)
-    check("accepted", memory.accepted, torch.int32, (lanes,), device)
+    check("rows", memory.rows, torch.float32, (2, lanes, _KEPT + MAX_TOKENS, width), device)
+    check("accepted", progress.accepted, torch.int32, (lanes,), device)
+    check("turn", progress.turn, torch.int32, (lanes,), device)
     check_dimensions("lanes", batch.lanes, 1, "[S]")
     for name in ("lanes", "counts", "firsts"):
         check(name, getattr(batch, name), torch.int32, tuple(batch.lanes.shape), device)

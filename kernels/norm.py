@@ -18,6 +18,7 @@ MAX_COLUMNS = 8192  # what a block holds in registers
 GATED_DIM = 128
 LARGEST = 65504.0  # of fp16
 _THREADS = 256
+_FEW = 64  # tokens
 _EMBED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -103,7 +104,7 @@ def gated_rms_norm(
     """
     out, stride = _checked_gated(x, gate, weight, out, overflows)
     tokens, heads, _ = x.shape
-    threads = 32 * min(heads, 32)
+    threads = 32 * min(heads, 32 if tokens <= _FEW else 8)  # few tokens: a warp a head; many: more blocks at a time
     launch(
         SOURCE,
         "gated_rms_norm",

@@ -13,6 +13,7 @@ from .kvcache import DIM, PAGE, KVCache, hadamard
 from .norm import LARGEST, staged
 
 SOURCE = "rope.cu"
+_FEW = 64  # tokens
 PAIRS = 32  # pairs (j, j + 32) turn, of the family's 256 dimensions
 
 
@@ -49,7 +50,8 @@ def qkv_rope(
         *(cache.keys, cache.key_scales, cache.values, cache.value_scales, cache.pages),
         *(out, overflows, q_heads, cache.kv_heads, float(eps)),
     )
-    threads = 32 * min(q_heads + 2 * cache.kv_heads, 16)
+    # A warp a head while there are few tokens; with many, small blocks, of which more fit on a multiprocessor.
+    threads = 32 * min(q_heads + 2 * cache.kv_heads, 16 if tokens <= _FEW else 4)
     launch(SOURCE, "qkv_rope_int8" if cache.is_int8 else "qkv_rope_fp16", tokens, threads, arguments, projection.device)
     return out
 

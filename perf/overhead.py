@@ -9,6 +9,7 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ _SHORT_TOKENS = 8
 
 @dataclass(frozen=True)
 class StreamCost:
-    """`rates`: tokens a second of each answer after its first; `share`: their median over the engine's pace.
-
-    `first_byte_ms`: from the first token in the proxy to its first byte at the client, at most: connecting, and what the
-    server does before it hands the request to the ranks, is in it.
+    """`rates`: tokens a second of each answer after its first, as its client had them; `relayed`: as the proxy
+    had them. `share`: the median of `rates` over the pace that the script asks of the ranks, which they miss themselves
+    where other work takes their cores.
+    `first_byte_ms`: from the first token's arrival in the proxy, as its log has it, to its first byte at the client.
     """
 
     clients: int
     rates: list[float]
+    relayed: list[float]
     share: float
     first_byte_ms: float
     worst_first_byte_ms: float
@@ -56,16 +58,17 @@ class _Reading:
     """One answer on one socket."""
 
     sock: socket.socket
-    asked: float
+    port: int
     tail: bytes = b""
     first: float | None = None
+    first_at: float = 0.0  # seconds of the wall clock, as in the server's log
     last: float = 0.0
     chunks: list[bytes] = field(default_factory=list)
 
     def take(self, data: bytes, now: float) -> bool:
         """True once the answer is whole."""
         if self.first is None and b'"content":"' in data.replace(b'"content":""', b""):
-            self.first = now
+            self.first, self.first_at = now, time.time()
         self.last = now
         self.chunks.append(data)
         self.tail = (self.tail + data)[-64:]
@@ -80,19 +83,22 @@ def measure_stream(rate: int, tokens: int, clients: int, rounds: int, ranks: int
     with scripted_server(tokens, 1000 / rate, clients, ranks) as server:
         _read_together(server, clients, min(tokens, 50))  # the first answer pays for what is made on first use
         before = [_cpu_seconds(pid) for pid in (server.proxy, *server.ranks)]
-        rates, delays = [], []
+        rates, relayed, delays = [], [], []
         for _ in range(rounds):
             for reading in _read_together(server, clients, tokens):
-                timings = _timings(reading, tokens)
+                _check_whole(reading, tokens)
                 assert reading.first is not None
                 rates.append((tokens - 2) / (reading.last - reading.first))
-                delays.append(1000 * (reading.first - reading.asked) - timings["prompt_ms"])
+                entry = _log_entry(server.log, reading.port)
+                relayed.append(entry["answers"][0]["tokens_per_second"])
+                delays.append(1000 * (reading.first_at - _first_token_at(entry)))
         spent = [_cpu_seconds(pid) - start for pid, start in zip((server.proxy, *server.ranks), before, strict=True)]
         detokenise = _detokenise_seconds(server)
     answered = tokens * clients * rounds
     return StreamCost(
         clients,
         rates,
+        relayed,
         statistics.median(rates) / rate,
         statistics.median(delays),
         max(delays),
@@ -136,7 +142,7 @@ def _read_together(server: ScriptedServer, clients: int, tokens: int) -> list[_R
             due = begin + _APART_SECONDS * len(readings)
             if len(readings) < clients and time.perf_counter() >= due:
                 sock = socket.create_connection((server.host, server.port))
-                readings.append(_Reading(sock, time.perf_counter()))
+                readings.append(_Reading(sock, sock.getsockname()[1]))
                 sock.sendall(request)
                 selector.register(sock, selectors.EVENT_READ, readings[-1])
                 continue
@@ -155,15 +161,32 @@ def _read_together(server: ScriptedServer, clients: int, tokens: int) -> list[_R
     return readings
 
 
-def _timings(reading: _Reading, tokens: int) -> dict[str, Any]:
-    """The server's own figures of an answer, once it is certain that the answer was whole."""
-    decoder, usage, timings = json.JSONDecoder(), None, None
+def _check_whole(reading: _Reading, tokens: int) -> None:
+    decoder, usage = json.JSONDecoder(), None
     for part in b"".join(reading.chunks).decode().split("data: {")[1:]:
         event, _ = decoder.raw_decode("{" + part)
-        usage, timings = event.get("usage") or usage, event.get("duovolt") or timings
-    if usage is None or timings is None or usage["completion_tokens"] != tokens:
+        usage = event.get("usage") or usage
+    if usage is None or usage["completion_tokens"] != tokens:
         raise CheckFailed(f"an answer of {tokens} tokens came back with usage {usage}.")
-    return dict(timings)
+
+
+def _log_entry(log: Path, port: int) -> dict[str, Any]:
+    """The server's line on the answer to that client; it is written after the answer has gone out."""
+    deadline = time.monotonic() + _SILENCE_SECONDS
+    while time.monotonic() < deadline:
+        for line in reversed(log.read_text().splitlines()):
+            entry: dict[str, Any] = json.loads(line)
+            if entry["client"].endswith(f":{port}"):
+                return entry
+        time.sleep(0.01)
+    raise CheckFailed(f"the server's log has no line for the client at port {port}.")
+
+
+def _first_token_at(entry: dict[str, Any]) -> float:
+    """When the proxy had the first token, in seconds of the wall clock."""
+    (answer,) = entry["answers"]
+    begin = datetime.fromisoformat(entry["time"]).timestamp()
+    return begin + (float(answer["prepared_ms"]) + float(answer["first_token_ms"])) / 1000
 
 
 def _detokenise_seconds(server: ScriptedServer) -> float:

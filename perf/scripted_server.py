@@ -25,7 +25,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 @dataclass(frozen=True)
 class ScriptedServer:
-    """`host`, `port` of a ready server, the pids of proxy and ranks, and what every answer holds."""
+    """`host`, `port` of a ready server, the pids of proxy and ranks, what every answer holds, and the request log."""
 
     host: str
     port: int
@@ -33,6 +33,7 @@ class ScriptedServer:
     ranks: list[int]
     tokens: list[int]
     tokenizer: TextTokenizer
+    log: Path
 
 
 @contextlib.contextmanager
@@ -42,14 +43,14 @@ def scripted_server(tokens: int, delay_ms: float, lanes: int, size: int) -> Iter
         ranks = _folders(Path(folder) / "ranks", size)
         tokenizer = TextTokenizer(ranks / f"rank-0-of-{size}")
         ids = _text(tokenizer, tokens)
-        script = Path(folder) / "script.jsonl"
+        script, log = Path(folder) / "script.jsonl", Path(folder) / "requests.jsonl"
         script.write_text(json.dumps({"blocks": [[token] for token in ids], "delay_ms": delay_ms}) + "\n")
         command = [sys.executable, "-m", __package__.partition(".")[0], "serve", str(ranks), "--port", "0"]
-        command += ["--backend", f"scripted:{script}", "--lanes", str(lanes)]
+        command += ["--backend", f"scripted:{script}", "--lanes", str(lanes), "--log-requests", str(log)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         try:
             host, port = _wait_ready(process)
-            yield ScriptedServer(host, port, process.pid, _children(process.pid), ids, tokenizer)
+            yield ScriptedServer(host, port, process.pid, _children(process.pid), ids, tokenizer, log)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -31,8 +31,9 @@ def divisor(amax: float, dtype: str) -> np.float32:
     """
     if not amax:
         return np.float32(1)
-    inverse = through(np.float32(1) / np.float32(amax), dtype)
-    found = np.float32(through(inverse * np.float32(2688), dtype))
+    with np.errstate(over="ignore"):  # judged below
+        inverse = through(np.float32(1) / np.float32(amax), dtype)
+        found = np.float32(through(inverse * np.float32(2688), dtype))
     if not np.isfinite(found):
         raise InputError(
             f"a largest magnitude of {amax:.3g} has no compressed-tensors scale in {dtype} (the library writes infinity). "

@@ -17,8 +17,8 @@ constexpr int kRowHalves = kDim + 8;  // of a row of queries or weights in share
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNothing = -1e30f;    // below every score, and finite: the difference of two is no NaN
 constexpr float kWeightUnit = 64.0f;  // of weights times int8 value scales (at most 516), to stay clear of subnormals
-constexpr int kMaxSegments = 1024;
-constexpr int kSegmentPages = 32;     // pages of the longest segment
+constexpr int kMaxSegments = 2560;
+constexpr int kSegmentPages = 8;      // pages of the longest segment
 
 // int8: word = value / scale + 128. The byte under 0x64 is the fp16 number 1024 + word.
 struct Int8Cache {
@@ -154,10 +154,14 @@ struct Volta {
         }
     }
 
-    // Row of the tile and dimension that sum[tile][i] of `weigh` stands for.
+    // Row of the tile that sum[i] of `weigh` stands for.
     __device__ static int row(int lane, int i) { return (lane & 1) + (i & 2) + (lane < 16 ? 0 : 4); }
-    __device__ static int dimension(int warp, int lane, int i) {
-        return warp * 32 + block(lane) * 8 + (i & 4) + (lane & 2) + (i & 1);
+
+    // Pair n (0..3) of the sums of a tile: two dimensions in a row, `dimension` the first, of one row.
+    __device__ static float2 pair(const float (&sum)[8], int n, int warp, int lane, int &own_row, int &dimension) {
+        own_row = row(lane, 2 * n);
+        dimension = warp * 32 + block(lane) * 8 + (n & 2) * 2 + (lane & 2);
+        return {sum[2 * n], sum[2 * n + 1]};
     }
 };
 
@@ -270,8 +274,14 @@ struct Ampere {
     }
 
     __device__ static int row(int lane, int i) { return 2 * (lane % 4) + (i & 1); }
-    __device__ static int dimension(int warp, int lane, int i) {
-        return warp * 32 + i / 4 * 16 + (i & 2) * 4 + lane / 4;
+
+    // A lane's two sums are of two rows: lanes of neighbouring dimensions swap, and each has one row.
+    __device__ static float2 pair(const float (&sum)[8], int n, int warp, int lane, int &own_row, int &dimension) {
+        const bool odd = lane & 4;
+        const float other = __shfl_xor_sync(kAll, odd ? sum[2 * n] : sum[2 * n + 1], 4);
+        own_row = 2 * (lane % 4) + odd;
+        dimension = warp * 32 + n * 8 + (lane / 4 & ~1);
+        return odd ? float2{other, sum[2 * n + 1]} : float2{sum[2 * n], other};
     }
 };
 
@@ -282,48 +292,91 @@ using Arch = Volta;
 #endif
 
 // query: fp16 [rows, q_heads, 256]. Sequence s: tokens starts[s] .. starts[s] + counts[s] - 1, rows firsts[s] onwards,
-// pages tables[s * table_stride ...]. partial: FP32 [rows, q_heads, max_segments, 256], sums of weights times values
-// relative to the row's maximum; stats: [rows, q_heads, max_segments], that maximum (in units of log 2) and the sum of
-// the weights. Grid: (kv heads, sequences * passes, max_segments), the last segments first: they are the longest.
+// pages tables[s * table_stride ...]. partial: fp16 [rows, q_heads, max_segments, 256], the attention to each segment
+// alone; stats: FP32 pairs [rows, q_heads, max_segments], the largest score (in units of log 2) and the sum of the
+// weights relative to it. Grid: (kv heads, sequences * passes, max_segments).
 template <class Cache, int kTiles>
 __device__ void attend(const unsigned short *query, const void *keys, const unsigned short *key_scales,
                        const void *values, const unsigned short *value_scales, int pages, const int *tables,
-                       int table_stride, const int *starts, const int *counts, const int *firsts, float *partial,
-                       float2 *stats, int q_heads, int passes, int pass_tokens, float scale) {
-    __shared__ __align__(16) unsigned short queries[kTiles * kTileRows * kRowHalves];
-    __shared__ __align__(16) unsigned short weights[kTiles * kTileRows * kRowHalves]; // and the scores, before
-    __shared__ float shrink[kTiles * kTileRows], peaks[kTiles * kTileRows];
-    __shared__ int limits[kTiles * kTileRows], heads[kTiles * kTileRows]; // last position seen; head of `query`, or -1
+                       int table_stride, const int *starts, const int *counts, const int *firsts,
+                       unsigned short *partial, float2 *stats, int q_heads, int passes, int pass_tokens, float scale) {
+    constexpr int kRows = kTiles * kTileRows;
+    DYNAMIC_SHARED(memory);
+    unsigned short *queries = reinterpret_cast<unsigned short *>(memory);
+    unsigned short *weights[2] = {queries + kRows * kRowHalves, queries + 2 * kRows * kRowHalves}; // scores at first
+    __shared__ float shrink[kRows], peaks[kRows];
+    __shared__ int limits[kRows], heads[kRows]; // last position that a row sees; its head of `query`, or -1
     __shared__ int table[kSegmentPages];
     const float kHidden = __uint_as_float(0xFF800000u); // minus infinity
-    float *scores = reinterpret_cast<float *>(weights);
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int kv_heads = gridDim.x, kv_head = blockIdx.x, group = q_heads / kv_heads;
-    const int sequence = blockIdx.y / passes, pass = blockIdx.y % passes;
-    const int max_segments = gridDim.z, segment = max_segments - 1 - blockIdx.z;
-    const int first_token = pass * pass_tokens;
+    const int sequence = blockIdx.y / passes, first_token = blockIdx.y % passes * pass_tokens;
+    const int max_segments = gridDim.z, segment = max_segments - 1 - blockIdx.z; // the last ones are the longest
     const int tokens = min(read(counts + sequence) - first_token, pass_tokens);
-    const int start = read(starts + sequence) + first_token; // position of the pass's first token
+    const int start = read(starts + sequence) + first_token; // position of the first token
+    const int first_row = read(firsts + sequence) + first_token;
     const int begin = segment_begin(segment);
-    const int end = min(segment_begin(segment + 1), start + tokens); // positions that some token sees
+    const int end = min(segment_begin(segment + 1), start + tokens); // of the positions that some token sees
     if (tokens <= 0 || begin >= end) {
         return;
     }
-    const int first_row = read(firsts + sequence) + first_token;
     const int page_count = (end - begin + kPage - 1) / kPage;
     if (threadIdx.x < page_count) {
         const int page = read(tables + static_cast<size_t>(sequence) * table_stride + begin / kPage + threadIdx.x);
         table[threadIdx.x] = min(max(page, 0), pages - 1);
     }
-    if (threadIdx.x < kTiles * kTileRows) {
+    if (threadIdx.x < kRows) {
         const int token = threadIdx.x / group;
         limits[threadIdx.x] = start + token;
         heads[threadIdx.x] = token < tokens ? (first_row + token) * q_heads + kv_head * group + threadIdx.x % group : -1;
         peaks[threadIdx.x] = kNothing;
     }
     __syncthreads();
-    for (int index = threadIdx.x; index < kTiles * kTileRows * (kDim / 8); index += kThreads) {
+
+    const size_t tile_pieces = kPage * kDim / Cache::kPiece;
+    uint4 key[Cache::kPieces], value[Cache::kPieces], value_scale = {};
+    unsigned key_scale = 0;
+    const auto tile_of = [&](int page) { return static_cast<size_t>(table[page]) * kv_heads + kv_head; };
+    const auto load_keys = [&](int page) {
+        const uint4 *pool = static_cast<const uint4 *>(keys) + tile_of(page) * tile_pieces;
+#pragma unroll
+        for (int n = 0; n < Cache::kPieces; ++n) {
+            key[n] = stream(pool + Arch::template key_piece<Cache>(warp, lane, n));
+        }
+        if (Cache::kScaled) {
+            key_scale = Arch::key_scales(key_scales + tile_of(page) * kPage * kBlocks, warp, lane);
+        }
+    };
+    const auto load_values = [&](int page) {
+        const uint4 *pool = static_cast<const uint4 *>(values) + tile_of(page) * tile_pieces;
+#pragma unroll
+        for (int n = 0; n < Cache::kPieces; ++n) {
+            value[n] = stream(pool + Arch::template value_piece<Cache>(warp, lane, n));
+        }
+        const int left = end - begin - page * kPage;
+        if (!Cache::kScaled && left < kPage) { // what stands behind the last token may be no number
+#pragma unroll
+            for (int n = 0; n < Cache::kPieces; ++n) {
+                unsigned *halves = reinterpret_cast<unsigned *>(&value[n]);
+                const int own = left - Arch::template value_position<Cache>(lane, n);
+#pragma unroll
+                for (int pair = 0; pair < 4; ++pair) {
+                    halves[pair] &= own > 2 * pair + 1 ? ~0u : own > 2 * pair ? 0xFFFFu : 0u;
+                }
+            }
+        }
+    };
+    const auto load_value_scales = [&](int page) { // positions 2 lane and 2 lane + 1, four blocks each
+        if (Cache::kScaled) {
+            value_scale = stream(reinterpret_cast<const uint4 *>(value_scales + tile_of(page) * kPage * kBlocks) + lane);
+        }
+    };
+
+    load_keys(0);
+    load_values(0);
+    load_value_scales(0);
+    for (int index = threadIdx.x; index < kRows * (kDim / 8); index += kThreads) {
         const int row = index / (kDim / 8), chunk = index % (kDim / 8);
         uint4 halves = {};
         if (heads[row] >= 0) {
@@ -333,63 +386,27 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
     }
     __syncthreads();
 
-    const size_t tile_pieces = kPage * kDim / Cache::kPiece;
-    uint4 key[Cache::kPieces], value[Cache::kPieces];
-    unsigned key_scale = 0;
-    const auto load_keys = [&](int page) {
-        const size_t tile = static_cast<size_t>(table[page]) * kv_heads + kv_head;
-        const uint4 *pool = static_cast<const uint4 *>(keys) + tile * tile_pieces;
-#pragma unroll
-        for (int n = 0; n < Cache::kPieces; ++n) {
-            key[n] = stream(pool + Arch::template key_piece<Cache>(warp, lane, n));
-        }
-        if (Cache::kScaled) {
-            key_scale = Arch::key_scales(key_scales + tile * kPage * kBlocks, warp, lane);
-        }
-    };
-
     float sum[kTiles][8] = {};
     float mass[kTiles] = {}; // this lane's share of it, of the rows warp, warp + 8, ...
-    load_keys(0);
+    Arch::template score<Cache, kTiles>(key, key_scale, queries, reinterpret_cast<float *>(weights[0]), warp, lane);
+    if (page_count > 1) {
+        load_keys(1);
+    }
+    __syncthreads();
+    // The softmax of a page stands beside the scores of the next one: neither waits for the other.
     for (int page = 0; page < page_count; ++page) {
-        const size_t tile = static_cast<size_t>(table[page]) * kv_heads + kv_head;
-        const uint4 *pool = static_cast<const uint4 *>(values) + tile * tile_pieces;
+        unsigned short *now = page % 2 ? weights[1] : weights[0], *next = page % 2 ? weights[0] : weights[1];
         const int position = begin + page * kPage;
-#pragma unroll
-        for (int n = 0; n < Cache::kPieces; ++n) {
-            value[n] = stream(pool + Arch::template value_piece<Cache>(warp, lane, n));
-        }
-        uint4 value_scale = {};
-        if (Cache::kScaled) { // positions 2 lane and 2 lane + 1, four blocks each
-            value_scale = stream(reinterpret_cast<const uint4 *>(value_scales + tile * kPage * kBlocks) + lane);
-        }
-        Arch::template score<Cache, kTiles>(key, key_scale, queries, scores, warp, lane);
-        if (page + 1 < page_count) {
-            load_keys(page + 1);
-        }
-        if (!Cache::kScaled && position + kPage > end) { // what stands behind the last token may be no number
-#pragma unroll
-            for (int n = 0; n < Cache::kPieces; ++n) {
-                unsigned *halves = reinterpret_cast<unsigned *>(&value[n]);
-                const int left = end - position - Arch::template value_position<Cache>(lane, n);
-#pragma unroll
-                for (int pair = 0; pair < 4; ++pair) {
-                    halves[pair] &= left > 2 * pair + 1 ? ~0u : left > 2 * pair ? 0xFFFFu : 0u;
-                }
-            }
-        }
-        __syncthreads();
-
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
             const int row = warp + n * kTileRows;
-            const float *own = scores + row * (kRowHalves / 2) + 2 * lane;
+            const float *own = reinterpret_cast<float *>(now) + row * (kRowHalves / 2) + 2 * lane;
             float a = own[0], b = own[1];
             if (Arch::kPartials == 2) {
                 a += own[kPage];
                 b += own[kPage + 1];
             }
-            const int visible = limits[row] - position - 2 * lane; // -1: none, 0: the first of the two
+            const int visible = limits[row] - position - 2 * lane; // below 0: none, 0: the first of the two
             a = visible >= 0 ? a * scale : kHidden;
             b = visible >= 1 ? b * scale : kHidden;
             const float before = peaks[row], peak = fmaxf(before, warp_max(fmaxf(a, b)));
@@ -401,7 +418,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
                 shrink[row] = factor;
                 peaks[row] = peak;
             }
-            unsigned short *to = weights + row * kRowHalves + 2 * lane; // over the row's scores, which this warp has read
+            unsigned short *to = now + row * kRowHalves + 2 * lane; // over the row's scores, which this warp has read
             if (Cache::kScaled) {
                 const unsigned scales[4] = {value_scale.x, value_scale.y, value_scale.z, value_scale.w};
 #pragma unroll
@@ -417,42 +434,59 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
                 *reinterpret_cast<unsigned *>(to) = half_bits(a) | half_bits(b) << 16;
             }
         }
+        if (page + 1 < page_count) {
+            load_value_scales(page + 1);
+            Arch::template score<Cache, kTiles>(key, key_scale, queries, reinterpret_cast<float *>(next), warp, lane);
+        }
+        if (page + 2 < page_count) {
+            load_keys(page + 2);
+        }
         __syncthreads();
-        Arch::template weigh<Cache, kTiles>(value, weights, shrink, sum, warp, lane);
-        __syncthreads(); // the next page's scores go where the weights are
+        Arch::template weigh<Cache, kTiles>(value, now, shrink, sum, warp, lane);
+        if (page + 1 < page_count) {
+            load_values(page + 1);
+        }
+        __syncthreads();
     }
 
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
         const int row = warp + n * kTileRows;
         const float total = warp_sum(mass[n]);
-        if (lane == 0 && heads[row] >= 0) {
-            write(stats + static_cast<size_t>(heads[row]) * max_segments + segment, float2{peaks[row], total});
+        if (lane == 0) {
+            shrink[row] = total > 0 ? Cache::kUnit / total : total; // 0: a row that sees nothing here; NaN stays
+            if (heads[row] >= 0) {
+                write(stats + static_cast<size_t>(heads[row]) * max_segments + segment, float2{peaks[row], total});
+            }
         }
     }
+    __syncthreads();
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int row = tile * kTileRows + Arch::row(lane, i);
+        for (int n = 0; n < 4; ++n) {
+            int row, dimension;
+            const float2 v = Arch::pair(sum[tile], n, warp, lane, row, dimension);
+            row += tile * kTileRows;
             if (heads[row] >= 0) {
                 const size_t place = static_cast<size_t>(heads[row]) * max_segments + segment;
-                write(partial + place * kDim + Arch::dimension(warp, lane, i), sum[tile][i] * Cache::kUnit);
+                write(reinterpret_cast<unsigned *>(partial + place * kDim + dimension),
+                      half_bits(v.x * shrink[row]) | half_bits(v.y * shrink[row]) << 16);
             }
         }
     }
 }
 
-constexpr int kMergeWays = 16;              // segments merged side by side
-constexpr int kMergeColumns = kDim / 4;     // dimensions a block
+constexpr int kMergeWays = 32;          // segments merged side by side
+constexpr int kMergeColumns = kDim / 4; // dimensions a block
 constexpr int kMergeThreads = kMergeWays * kMergeColumns / 4;
 
 // out: fp16 [rows, q_heads * 256] = attended, times sigmoid(gate) if gate is not null: element d of head h of row t at
 // gate + t * gate_stride + h * gate_head_stride + d. positions: [rows], -1 for a row that is not used.
 // Grid: (4 quarters of the dimensions, q_heads, rows).
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    attention_merge(const float *partial, const float2 *stats, int max_segments, const int *positions,
-                    const float *gate, int gate_stride, int gate_head_stride, unsigned short *out, int *overflows) {
+    attention_merge(const unsigned short *partial, const float2 *stats, int max_segments, const int *positions,
+                    const float *gate, int gate_stride, int gate_head_stride, unsigned short *out) {
     __shared__ float factors[kMaxSegments];
     __shared__ float scratch[kMergeThreads / 32];
     __shared__ float4 parts[kMergeWays][kMergeColumns / 4];
@@ -481,21 +515,22 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     float mass = 0;
     for (int segment = threadIdx.x; segment < segments; segment += kMergeThreads) {
         const float2 s = read(own + segment);
-        const float factor = exp2f(s.x - peak);
-        factors[segment] = factor;
-        mass += factor * s.y;
+        const float share = exp2f(s.x - peak) * s.y;
+        factors[segment] = share;
+        mass += share;
     }
     const float inverse = 1.0f / block_sum(mass, scratch); // its barriers make the factors known, too
 
     const int way = threadIdx.x / (kMergeColumns / 4), quad = threadIdx.x % (kMergeColumns / 4);
-    const float4 *from = reinterpret_cast<const float4 *>(partial + index * max_segments * kDim) +
-                         blockIdx.x * (kMergeColumns / 4) + quad;
+    const uint2 *from = reinterpret_cast<const uint2 *>(partial + index * max_segments * kDim) +
+                        blockIdx.x * (kMergeColumns / 4) + quad;
     float4 total = {};
 #pragma unroll 4
     for (int segment = way; segment < segments; segment += kMergeWays) {
-        const float4 v = read(from + segment * (kDim / 4));
+        const uint2 v = read(from + segment * (kDim / 4));
         const float f = factors[segment];
-        total = {total.x + f * v.x, total.y + f * v.y, total.z + f * v.z, total.w + f * v.w};
+        total = {total.x + f * half_value(v.x & 0xFFFF), total.y + f * half_value(v.x >> 16),
+                 total.z + f * half_value(v.y & 0xFFFF), total.w + f * half_value(v.y >> 16)};
     }
     parts[way][quad] = total;
     __syncthreads();
@@ -523,13 +558,13 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     extern "C" __global__ void __launch_bounds__(kThreads, blocks)                                                     \
         name(const unsigned short *query, const void *keys, const unsigned short *key_scales, const void *values,      \
              const unsigned short *value_scales, int pages, const int *tables, int table_stride, const int *starts,    \
-             const int *counts, const int *firsts, float *partial, float2 *stats, int q_heads, int passes,             \
+             const int *counts, const int *firsts, unsigned short *partial, float2 *stats, int q_heads, int passes,    \
              int pass_tokens, float scale) {                                                                           \
         attend<Cache, tiles>(query, keys, key_scales, values, value_scales, pages, tables, table_stride, starts,       \
                              counts, firsts, partial, stats, q_heads, passes, pass_tokens, scale * kLog2e);            \
     }
 
-ATTEND(attention_int8_1, Int8Cache, 1, 2)
+ATTEND(attention_int8_1, Int8Cache, 1, 3)
 ATTEND(attention_int8_2, Int8Cache, 2, 2)
 ATTEND(attention_int8_3, Int8Cache, 3, 2)
 ATTEND(attention_int8_4, Int8Cache, 4, 1)

@@ -2,6 +2,9 @@
 // it checks each address.
 #pragma once
 
+// Shared memory whose size is chosen at the launch.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+
 template <class T> __device__ __forceinline__ T read(const T *address) { return *address; }
 template <class T> __device__ __forceinline__ void write(T *address, T value) { *address = value; }
 

@@ -21,17 +21,17 @@ template <int kPiece> __device__ __forceinline__ int value_index(int position, i
     return (position / kPiece * kDim + dim) * kPiece + position % kPiece;
 }
 
-// Positions are cut into segments at fixed places: long ones far out, where a merge of many would cost, short ones near
-// the start, where there would be too few blocks. So a token's segments depend on its position alone.
+// Positions are cut into segments at fixed places, shorter ones near the start, where there would be too few blocks. So a
+// token's segments depend on its position alone.
+constexpr int kSecondTier = 2048, kThirdTier = 8192;
+
 __device__ __forceinline__ int segment_of(int position) {
-    return position < 4096    ? position / 256
-           : position < 32768 ? 16 + (position - 4096) / 512
-           : position < 65536 ? 72 + (position - 32768) / 1024
-                              : 104 + (position - 65536) / 2048;
+    return position < kSecondTier  ? position / 128
+           : position < kThirdTier ? 16 + (position - kSecondTier) / 256
+                                   : 40 + (position - kThirdTier) / 512;
 }
 __device__ __forceinline__ int segment_begin(int segment) {
-    return segment < 16    ? segment * 256
-           : segment < 72  ? 4096 + (segment - 16) * 512
-           : segment < 104 ? 32768 + (segment - 72) * 1024
-                           : 65536 + (segment - 104) * 2048;
+    return segment < 16   ? segment * 128
+           : segment < 40 ? kSecondTier + (segment - 16) * 256
+                          : kThirdTier + (segment - 40) * 512;
 }

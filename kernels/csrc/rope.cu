@@ -124,13 +124,27 @@ __device__ void qkv_rope(const float *projection, int row_stride, const float *q
     const bool stored = slot >= 0 && slot < pages * kPage;
     const float *row = projection + static_cast<size_t>(token) * row_stride;
 
+    // Asked for before the angles, which take three reads in a row.
+    const auto load = [&](float (&v)[kOwn], int head) {
+        const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
+#pragma unroll
+        for (int i = 0; i < kOwn; i += 4) {
+            const float4 four = stream(reinterpret_cast<const float4 *>(row + start + kOwn * lane + i));
+            v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+        }
+    };
+    int head = threadIdx.x / 32;
+    float v[kOwn];
+    load(v, head);
     float cosine[kOwn], sine[kOwn];
     if (lane < 2 * kHalfTurned / kOwn) {
+        const int place[3] = {read(positions + token), read(positions + tokens + token),
+                              read(positions + 2 * tokens + token)};
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const int pair = (kOwn * lane + i) % kHalfTurned;
-            const int axis = min(max(read(axes + pair), 0), 2);
-            const int position = read(positions + axis * tokens + token);
+            const int axis = read(axes + pair);
+            const int position = axis == 1 ? place[1] : axis == 2 ? place[2] : place[0];
             const bool known = position >= 0 && position < table_rows;
             const size_t entry = static_cast<size_t>(known ? position : 0) * kHalfTurned + pair;
             cosine[i] = known ? read(cosines + entry) : __uint_as_float(0x7FC00000u);
@@ -139,15 +153,9 @@ __device__ void qkv_rope(const float *projection, int row_stride, const float *q
     }
 
     int overflowed = 0;
-    for (int head = threadIdx.x / 32; head < q_heads + 2 * kv_heads; head += blockDim.x / 32) {
+    const int warps = blockDim.x / 32, heads = q_heads + 2 * kv_heads;
+    for (; head < heads; head += warps) {
         const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
-        const int start = is_query ? head * 2 * kDim : (q_heads + head) * kDim;
-        float v[kOwn];
-#pragma unroll
-        for (int i = 0; i < kOwn; i += 4) {
-            const float4 four = read(reinterpret_cast<const float4 *>(row + start + kOwn * lane + i));
-            v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
-        }
         if (!is_value) {
             const float *weight = is_query ? query_weight : key_weight;
             float squares = 0;
@@ -189,6 +197,9 @@ __device__ void qkv_rope(const float *projection, int row_stride, const float *q
             } else {
                 Store::key(v, pool, scales, slot % kPage, lane);
             }
+        }
+        if (head + warps < heads) {
+            load(v, head + warps);
         }
     }
     count_overflows(overflowed, overflows ? overflows + token : nullptr, scratch);

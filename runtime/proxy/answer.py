@@ -127,25 +127,46 @@ class Answer:
         self._per_prompt = len(opened) // plan.prompts
         self.readers = [AnswerReader(hub, tokenizer, one, plan.style) for one in opened]
 
-    async def updates(self, heartbeat_seconds: float | None = None) -> AsyncIterator[tuple[int, Update] | None]:
-        """Number of a choice and what was added to it, until all have ended; None after a silence. Raises ApiError."""
+    async def updates(self, heartbeat_seconds: float | None = None) -> AsyncIterator[list[tuple[int, Update]]]:
+        """All that has come since the last time, as number of a choice and what was added to it, until all have ended.
+
+        An empty list after a silence. Raises ApiError, once what came before it has been given out.
+        """
         beat = None if heartbeat_seconds is None else _Heartbeat(self._events, heartbeat_seconds)
         try:
             while any(reader.finish is None for reader in self.readers):
-                event = await self._events.get()
-                if isinstance(event, ApiError):
-                    raise event
-                if event is None:
-                    yield None
+                events = [await self._events.get()]
+                while not self._events.empty():
+                    events.append(self._events.get_nowait())
+                if events == [None]:
+                    yield []
                     continue
                 if beat is not None:
                     beat.silent = False
-                number = self._number[event.request_id]
-                if self.readers[number].finish is None:
-                    yield number, self.readers[number].take(event)
+                batch, error = self._take(events)
+                if batch:
+                    yield batch
+                if error is not None:
+                    raise error
         finally:
             if beat is not None:
                 beat.stop()
+
+    def _take(self, events: list[TokenEvent | ApiError | None]) -> tuple[list[tuple[int, Update]], ApiError | None]:
+        """The updates of the events up to the first that is an error, and that error."""
+        batch: list[tuple[int, Update]] = []
+        for event in events:
+            if event is None:
+                continue
+            if isinstance(event, ApiError):
+                return batch, event
+            number = self._number[event.request_id]
+            if self.readers[number].finish is None:
+                try:
+                    batch.append((number, self.readers[number].take(event)))
+                except ApiError as error:
+                    return batch, error
+        return batch, None
 
     def close(self) -> None:
         """No more of any choice is wanted."""

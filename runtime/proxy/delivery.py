@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import traceback
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -21,6 +21,7 @@ CLIENT_LEFT = 499  # never seen by anyone: the client has closed
 HEARTBEAT_SECONDS = 15.0  # of silence, as while a long prompt is read: proxies close connections that say nothing
 
 T = TypeVar("T")
+_spell = msgspec.json.Encoder().encode  # a fifth of the library's own time, and a token's greatest cost here
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,9 @@ class Event:
     name: str | None = None
 
     def encode(self) -> bytes:
-        data = (
-            self.data
-            if isinstance(self.data, str)
-            else json.dumps(self.data, ensure_ascii=False, separators=(",", ":"))
-        )
-        return (f"event: {self.name}\n" if self.name else "").encode() + f"data: {data}\n\n".encode()
+        data = self.data.encode() if isinstance(self.data, str) else _spell(self.data)
+        name = f"event: {self.name}\n".encode() if self.name else b""
+        return b"%bdata: %b\n\n" % (name, data)
 
 
 class Shape(Protocol):
@@ -71,8 +69,8 @@ async def deliver(request: Request, answer: Answer, shape: Shape, stream: bool, 
         return _Stream(_encoded(answer, shape), answer, media_type="text/event-stream", headers=fixed | headers)
 
     async def collect() -> Response:
-        async for update in answer.updates():
-            if update is not None:
+        async for batch in answer.updates():
+            for update in batch:
                 shape.collect(*update)
         return JSONResponse(shape.whole(), headers=headers)
 
@@ -114,19 +112,21 @@ async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | No
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
+def _joined(events: list[Event]) -> bytes:
+    """One write to the client, however many events a turn of the loop has brought."""
+    return b"".join([event.encode() for event in events])
+
+
 async def _encoded(answer: Answer, shape: Shape) -> AsyncIterator[bytes]:
     """After an error nothing follows, so that nobody takes a broken answer for a whole one."""
     try:
-        for event in shape.opening():
-            yield event.encode()
-        async for update in answer.updates(HEARTBEAT_SECONDS):
-            if update is None:
+        yield _joined(shape.opening())
+        async for batch in answer.updates(HEARTBEAT_SECONDS):
+            if not batch:
                 yield shape.heartbeat()
-                continue
-            for event in shape.events(*update):
-                yield event.encode()
-        for event in shape.closing():
-            yield event.encode()
+            elif events := [event for update in batch for event in shape.events(*update)]:
+                yield _joined(events)
+        yield _joined(shape.closing())
     except ApiError as error:
         yield shape.failure(error).encode()
     except Exception:  # the status is out already: an error event is the only way left to say it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from .opened import Events, OpenRequest
 from .request_log import note_answer
 
 _RATE_WINDOW_SECONDS = 5.0
+SUSPICIOUS_DRAFTS = 500
 
 
 @dataclass
@@ -26,12 +28,17 @@ class Counters:
     cancelled: int = 0
     failed: int = 0
     rejected: int = 0
+    expired: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     proposed: int = 0
     accepted: int = 0
     restarts: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why finished answers ended
+
+    def drafts_are_dead(self) -> bool:
+        """True if so many drafts were judged and none ever stood: weights of the MTP layer that are not the model's."""
+        return self.proposed >= SUSPICIOUS_DRAFTS and not self.accepted
 
 
 class Hub:
@@ -51,6 +58,7 @@ class Hub:
         self.draining = False
         self.retry_after = 1
         self.counters = Counters()
+        self._warned = False
         self.meters = Meters()
 
     @property
@@ -127,7 +135,7 @@ class Hub:
         opened.events.put_nowait(
             ApiError(503, message, kind="server_error", code="queue_timeout", retry_after=self.retry_after)
         )
-        self.release(opened, complete=False)
+        self._leave(opened, "expired")
 
     def abort(self, name: str) -> int:
         """End the answers of that name with an error to their readers; how many there were."""
@@ -142,11 +150,15 @@ class Hub:
 
         `complete`: it has all it wanted (a stop string came); otherwise its client has left.
         """
+        self._leave(opened, "finished" if complete else "cancelled")
+
+    def _leave(self, opened: OpenRequest, outcome: str) -> None:
+        """Out of the table before the ranks are done with it, unless it is out already."""
         if self._open.pop(opened.request.request_id, None) is None:
             return
-        if complete:
+        if outcome == "finished":
             opened.finish = "stop"
-        self._close(opened, "finished" if complete else "cancelled")
+        self._close(opened, outcome)
         if self.send is not None:
             self.send(CancelRequest(opened.request.request_id))
 
@@ -157,6 +169,14 @@ class Hub:
             self.counters.completion_tokens += len(event.tokens)
             self.counters.proposed += event.proposed
             self.counters.accepted += event.accepted
+            if not self._warned and self.counters.drafts_are_dead():
+                self._warned = True
+                print(
+                    f"duovolt serve: WARNING: {self.counters.proposed} drafts judged, none accepted: the MTP layer's weights "
+                    "are damaged or another model's. Run `duovolt verify`; `--drafts 0` serves without them.",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self._recent.append((now, len(event.tokens)))
             opened = self._open.get(event.request_id)
             if opened is None:
@@ -198,6 +218,8 @@ class Hub:
                 self.counters.cancelled += 1
             case "failed":
                 self.counters.failed += 1
+            case "expired":
+                self.counters.expired += 1
         self.meters.count_answer(opened, time.monotonic())
 
     def _forget(self, now: float) -> None:

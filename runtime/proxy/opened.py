@@ -19,7 +19,8 @@ class OpenRequest:
 
     `names`: what an abort may say. `patience` gives the request up while it has no lane; `admitted`: when it got one.
 
-    `outcome`: finished, cancelled (its client left) or failed (a fault broke it off); None while it is in the making.
+    `outcome`: finished, cancelled (its client left, or an abort), failed (a fault broke it off) or expired (no lane came
+    free in time); None while it is in the making.
     """
 
     request: GenerateRequest
@@ -71,8 +72,8 @@ class OpenRequest:
             "finish": self.finish,
             "prompt_tokens": len(self.request.prompt),
             "completion_tokens": self.tokens,
-            "queue_ms": None if self.admitted is None else round(1000 * (self.admitted - self.started), 2),
-            "first_token_ms": None if self.first is None else round(1000 * (self.first - self.started), 2),
+            "queue_ms": None if self.admitted is None else round(1000 * (self.admitted - self.started), 3),
+            "first_token_ms": None if self.first is None else round(1000 * (self.first - self.started), 3),
             "tokens_per_second": round(1 / pace, 2) if pace else None,
             "drafts_proposed": self.proposed,
             "drafts_accepted": self.accepted,

@@ -28,6 +28,9 @@ _spell = msgspec.json.Encoder().encode
 class Entry:
     """One HTTP request in the making; `body` and `reply` stay empty where content is not logged."""
 
+    number: int
+    arrived: datetime = field(default_factory=lambda: datetime.now(UTC))
+    began: float = field(default_factory=time.monotonic)
     answers: list[OpenRequest] = field(default_factory=list)
     status: int | None = None
     sent: int = 0
@@ -62,9 +65,8 @@ class Observed:
         if scope["type"] != "http":
             await self._application(scope, receive, send)
             return
-        entry = Entry()
         self._number += 1
-        number, began = self._number, time.monotonic()
+        entry = Entry(self._number)
 
         async def noted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -90,25 +92,28 @@ class Observed:
             path = scope["path"]
             self._meters.count_response(path if path in self._paths else "other", entry.status)
             if self._log is not None and path not in _UNLOGGED:
-                self._log.write(_line(number, scope, entry, time.monotonic() - began, self._content))
+                self._log.write(_line(scope, entry, self._content))
 
 
 def _keep(kept: bytearray, more: bytes) -> None:
     kept += more[: _MOST_CONTENT + 1 - len(kept)]  # one byte too many tells that there was more
 
 
-def _line(number: int, scope: Scope, entry: Entry, seconds: float, content: bool) -> str:
+def _line(scope: Scope, entry: Entry, content: bool) -> str:
     client = scope.get("client")
     facts: dict[str, Any] = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "number": number,
-        "client": client[0] if client else None,
+        "time": entry.arrived.isoformat(timespec="microseconds"),
+        "number": entry.number,
+        "client": f"{client[0]}:{client[1]}" if client else None,
         "method": scope["method"],
         "path": scope["path"],
         "status": entry.status,
-        "ms": round(1000 * seconds, 2),
+        "ms": round(1000 * (time.monotonic() - entry.began), 3),
         "sent_bytes": entry.sent,
-        "answers": [opened.facts() for opened in entry.answers],
+        "answers": [
+            {"prepared_ms": round(1000 * (opened.started - entry.began), 3)} | opened.facts()
+            for opened in entry.answers
+        ],
     }
     if content:
         facts |= {"request": _content(entry.body), "response": _content(entry.reply)}

@@ -87,3 +87,24 @@ def test_unknown_layouts_and_shapes() -> None:
         layout_named("v200-fp8")
     with pytest.raises(InputError, match=r"\[64, 64\]"):
         to_canonical(some_bytes(64, 64), "v100-fp8", (64, 64))
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_a_warps_load_of_a_tile_is_a_run_of_whole_sectors(name: str) -> None:
+    """What a warp loads, one row of the tile a lane, in lane order; neighbouring tiles follow without a gap."""
+    layout, sector = LAYOUTS[name], 32
+    size = layout.bytes_per_group
+    runs = []
+    for band, group in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0)):
+        words = np.zeros((64, 4 * size), np.uint8)
+        words[32 * band : 32 * band + 32, group * size : (group + 1) * size] = 0xFF
+        touched = np.flatnonzero(layout.apply(words).reshape(-1))
+        assert len(touched) == 32 * size and touched[-1] - touched[0] + 1 == len(touched)
+        assert touched[0] % sector == 0 and len(touched) % sector == 0
+        runs.append(touched[0])
+        words[:] = 0
+        words[32 * band + 7, group * size : (group + 1) * size] = 0xFF  # lane 7 holds row 7
+        assert np.flatnonzero(layout.apply(words).reshape(-1)).tolist() == list(
+            range(touched[0] + 7 * size, touched[0] + 8 * size)
+        )
+    assert np.diff(runs).tolist() == [32 * size] * 4

@@ -146,6 +146,7 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
 def test_a_bad_source_is_refused_before_anything_is_written(
     name: str, source: Path, tmp_path: Path, command: Command
 ) -> None:
+    """Q03: NaN and infinity, by file, tensor and index, among them."""
     damage, words = CASES[name]
     damage(source)
     result = command("convert", source, tmp_path / "converted")
@@ -212,6 +213,7 @@ def test_two_conversions_never_mix(source: Path, tmp_path: Path, command: Comman
 
 
 def test_a_converted_directory_is_no_source(source: Path, tmp_path: Path, command: Command) -> None:
+    """Q11: the stage fed its own output."""
     assert command("convert", source, tmp_path / "converted").returncode == 0
     result = command("convert", tmp_path / "converted", tmp_path / "twice")
     assert result.returncode == 2 and "already converted" in result.stderr

@@ -142,6 +142,7 @@ def test_small_shards_keep_a_weight_and_its_scales_together(source: Path, tmp_pa
 
 
 def test_plain_words_survive_whatever_they_are(source: Path, tmp_path: Path) -> None:
+    """Q12: a copy is no arithmetic."""
     odd = np.array([0x0001, 0x8000, 0x8001, 0x0080], np.uint16)  # subnormals, -0, the smallest normal
     rewrite(source, "model.language_model.layers.0.linear_attn.norm.weight", lambda words: np.resize(odd, words.shape))
     converted = Checkpoint.open(to(source, tmp_path / "converted"))

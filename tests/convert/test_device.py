@@ -1,5 +1,6 @@
 """Quantising on a torch device: the bytes of the numpy formulas, on values made to part them."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,19 @@ def test_a_card_converts_to_the_same_bytes(recipe: str, source: Path, tmp_path: 
         report = pipeline.convert(source, tmp_path / place, load_recipe(recipe), 2, lambda count: None, device=where)
         assert ("cuda" in report.arithmetic) == (where == "cuda")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.gpu
+def test_speed_on_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, not judged: transfers both ways and the layout included; `pytest -m gpu -s tests/convert/test_device.py`."""
+    source = plain.to_bf16(np.random.default_rng(0).standard_normal((1024, 17408), dtype=np.float32))
+    for quantiser in sorted(QUANTISERS):
+        encoder = device.DeviceEncoder(quantiser, torch.device("cuda"))
+        scale = QUANTISERS[quantiser].global_scale(6.0, "BF16")
+        seconds = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            encoder.nvfp4(source, "BF16", scale, *TILED[:2])
+            seconds.append(time.perf_counter() - begin)
+        with capsys.disabled():
+            print(f"{encoder}: {quantiser} nvfp4 {source.nbytes / min(seconds) / 1e9:.2f} GB/s of BF16")

@@ -13,7 +13,8 @@ from duovolt.checkpoint.directory import Checkpoint
 from duovolt.checkpoint.encodings.weights import read_weight
 from duovolt.checkpoint.manifest import DRAFT_HEAD, read_manifest
 from duovolt.cli.main import main
-from duovolt.convert.pipeline import convert, gathered
+from duovolt.convert.draft_head import gathered
+from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import DRAFT_IDS, HEAD
@@ -107,7 +108,10 @@ def test_every_stage_carries_it(
     made = {tensor["name"]: tensor["made"] for tensor in tensors if tensor["weight"] in (DRAFT_HEAD, DRAFT_IDS)}
     assert made[DRAFT_HEAD] == "chosen rows of the head" and made[DRAFT_IDS] == "ids of the chosen rows"
     assert main(["inspect", str(tmp_path / "c"), "--json"]) == 0
-    assert "unknown" not in json.loads(capsys.readouterr().out)["by_part_of_the_model"]
+    facts = json.loads(capsys.readouterr().out)
+    assert "unknown" not in facts["by_part_of_the_model"] and facts["draft_head"] == ROWS
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+    assert f"draft head of {ROWS:,} rows" in capsys.readouterr().out
 
 
 def test_a_head_in_tiles_keeps_its_scales(tmp_path: Path) -> None:
@@ -265,3 +269,24 @@ def test_other_recipes_know_nothing_of_it(sources: Callable[[str], Path], tmp_pa
         json.loads((tmp_path / "c" / "config.json").read_text()), read_manifest(tmp_path / "c"), ""
     )
     assert config.text.draft_rows == 0
+
+
+def test_the_27b_with_half_its_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From headers alone: 131,072 of 248,320 rows, 65,536 a card, fp8 with a scale a row, and their ids."""
+    source, recipe = tmp_path / "source", recipe_file(tmp_path / "r", draft_head=131072)
+    assert main(["synth", str(source), "--config", "qwen3.8-27b", "--fill", "sparse", "--quiet"]) == 0
+    vocabulary = {f"t{number}": number for number in range(248044)}
+    special = [{"id": number, "content": f"<{number}>"} for number in range(248044, 248077)]
+    (source / "tokenizer.json").write_text(json.dumps({"added_tokens": special, "model": {"vocab": vocabulary}}))
+    found = {}
+    for name, path in (("with", str(recipe)), ("without", "v100")):
+        assert main(["plan", str(source), "--recipe", path, "--tp", "2", "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    added = [
+        here["bytes"] - there["bytes"]
+        for here, there in zip(found["with"]["ranks"], found["without"]["ranks"], strict=True)
+    ]
+    assert added == [65536 * (5120 + 4 + 4)] * 2
+    assert found["with"]["ranks"][1]["parts"]["draft_head.ids"] == {"axis": 0, "ranges": [[65536, 131072]]}
+    assert main(["plan", str(source), "--recipe", str(recipe), "--tp", "2"]) == 0
+    assert "draft_head" in capsys.readouterr().out

@@ -171,3 +171,11 @@ def test_rounding_through_a_dtype_is_torchs(dtype: str, torch_dtype: torch.dtype
     expected = torch.from_numpy(bits).to(torch_dtype).float().numpy()
     np.testing.assert_array_equal(rounding.through(bits, dtype), expected)
     assert plain.from_float32(expected, dtype).dtype.itemsize == torch_dtype.itemsize
+
+
+def test_a_scale_beyond_the_dtype_is_refused_where_the_library_writes_infinity() -> None:
+    """In F16 1 / amax x 2688 passes 65504 for every matrix below 0.041."""
+    assert np.isfinite(compressed_tensors.divisor(0.05, "F16"))
+    for amax, dtype in ((0.04, "F16"), (1e-36, "BF16"), (1e-40, "F32")):
+        with pytest.raises(InputError, match=f"no compressed-tensors scale in {dtype}"):
+            compressed_tensors.divisor(amax, dtype)

@@ -92,6 +92,7 @@ def test_fp8_error_is_within_half_a_step(weight: np.ndarray) -> None:
 
 
 def test_zero_tensors_and_blocks_keep_finite_scales() -> None:
+    """Q02: our formulas."""
     weight = np.zeros((2, 48), np.float32)
     assert nvfp4.multiplier(0.0) == 1
     words, scales = nvfp4.encode(weight, nvfp4.multiplier(0.0))
@@ -105,7 +106,7 @@ def test_zero_tensors_and_blocks_keep_finite_scales() -> None:
 
 
 def test_a_small_block_beside_a_large_one_survives() -> None:
-    """A block 250 times smaller than its tensor's largest value must not be flushed to zero."""
+    """Q08: a block 250 times smaller than its tensor's largest value must not be flushed to zero."""
     weight = np.full((1, 32), 0.004, np.float32)
     weight[0, 16] = 1.0
     scale = nvfp4.multiplier(1.0)

@@ -198,6 +198,8 @@ def test_casts_round_once_and_are_proved(source: Path, tmp_path: Path, command: 
 def test_a_value_beyond_fp16_is_named_before_anything_is_written(
     source: Path, tmp_path: Path, command: Command
 ) -> None:
+    """Q06 (a): a weight that FP16 cannot hold."""
+
     def grow(words: np.ndarray) -> np.ndarray:
         words[5, 7] = 0xC780  # -65536
         return words

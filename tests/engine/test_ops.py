@@ -32,6 +32,7 @@ def test_norms(shape: tuple[int, ...]) -> None:
 
 
 def test_a_tiny_norm_weight_survives() -> None:
+    """Q07: the gain of a zero-centred norm."""
     x = torch.ones(1, 64)
     gain = ops.rms_norm(x, torch.full((64,), 2.0**-12), 0.0)
     assert torch.equal(gain, torch.full((1, 64), 1.000244140625))

@@ -24,9 +24,9 @@ def test_a_short_run_measures_everything(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_answer_that_is_not_whole_is_no_figure() -> None:
-    reading = overhead._Reading(None, 0.0, chunks=[b'data: {"usage": {"completion_tokens": 3}, "duovolt": {}}\n\n'])  # type: ignore[arg-type]
+    reading = overhead._Reading(None, 0, chunks=[b'data: {"usage": {"completion_tokens": 3}}\n\n'])  # type: ignore[arg-type]
     with pytest.raises(CheckFailed, match="an answer of 4 tokens came back"):
-        overhead._timings(reading, 4)
+        overhead._check_whole(reading, 4)
 
 
 @pytest.mark.parametrize("words", [["--rate", "0"], ["--tokens", "1"], ["--rounds", "0"], ["--requests", "-1"]])

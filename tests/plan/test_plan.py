@@ -11,51 +11,17 @@ import pytest
 from duovolt.checkpoint.writer import Planned, encode_header
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
+from duovolt.perf.shapes import QWEN_27B
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tiny_qwen3_5" / "checkpoint"
-
-CONFIG_27B = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "model_type": "qwen3_5",
-    "tie_word_embeddings": False,
-    "text_config": {
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "vocab_size": 248320,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]},
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
-        "mtp_num_hidden_layers": 1,
-    },
-    "vision_config": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "out_hidden_size": 5120,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 2304,
-    },
-}
 
 
 @pytest.fixture(scope="module")
 def giant(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 27B's headers over a hole of 55.6 GB that takes no room on disk."""
     directory = tmp_path_factory.mktemp("giant")
-    (directory / "config.json").write_text(json.dumps(CONFIG_27B))
-    tensors = [Planned(s.name, "BF16", s.shape) for s in inventory(ModelConfig.from_dict(CONFIG_27B)).values()]
+    (directory / "config.json").write_text(json.dumps(QWEN_27B))
+    tensors = [Planned(s.name, "BF16", s.shape) for s in inventory(ModelConfig.from_dict(QWEN_27B)).values()]
     header = encode_header(tensors, {"format": "pt"})
     path = directory / "model.safetensors"
     path.write_bytes(header)
@@ -71,7 +37,7 @@ def facts(*arguments: object) -> dict:
 
 
 def test_inventory_of_the_27b_counts_what_the_release_counts() -> None:
-    specs = inventory(ModelConfig.from_dict(CONFIG_27B)).values()
+    specs = inventory(ModelConfig.from_dict(QWEN_27B)).values()
     assert len(specs) == 1199
     assert [sum(s.group == g for s in specs) for g in ("text", "mtp", "vision")] == [851, 15, 333]
     parameters = 0

@@ -45,6 +45,7 @@ def plain(path: Path, change: Callable[[exports.Tensors], object], **config: obj
 
 @pytest.mark.parametrize("name", exports.EXPORTS)
 def test_every_source_tensor_is_used_or_left_out_by_name(name: str, tmp_path: Path) -> None:
+    """C08, C09: output and declared drops are the source exactly, counted by part."""
     exports.export(tmp_path / "source", name)
     manifest = to(tmp_path / "source", tmp_path / "converted").manifest
     used = [ref.name for record in manifest.tensors.values() for ref in record.sources]
@@ -71,6 +72,8 @@ PREFIXES = {
 
 @pytest.mark.parametrize("case", PREFIXES)
 def test_known_prefixes_map_one_to_one(case: str, tmp_path: Path) -> None:
+    """C05, C08: every known spelling, of text, MTP and vision, gives the same digests."""
+
     def renamed(tensors: exports.Tensors) -> None:
         for name in list(tensors):
             for kept, found in PREFIXES[case]:
@@ -94,6 +97,8 @@ def test_an_unknown_prefix_stays_unknown() -> None:
 
 
 def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path: Path) -> None:
+    """C04: absent, equal, and not equal."""
+
     def absent(tensors: exports.Tensors) -> None:
         tensors.pop(HEAD)
 
@@ -198,6 +203,7 @@ def test_the_peers_logits(tmp_path: Path) -> None:
 
 
 def test_side_files_go_over_and_what_would_lie_does_not(tmp_path: Path) -> None:
+    """C01: known and unknown side files reach every rank, the quantisation configuration does not."""
     exports.export(tmp_path / "source", "modelopt nvfp4")
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": exports.MODELOPT_IGNORE}
     (tmp_path / "source" / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
@@ -219,6 +225,7 @@ def test_side_files_go_over_and_what_would_lie_does_not(tmp_path: Path) -> None:
 def test_weights_that_the_index_does_not_name_are_left_alone_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """C02: a second set of shards beside the indexed one."""
     exports.export(tmp_path / "source", "ct nvfp4")
     (tmp_path / "source" / "model.safetensors").write_bytes(b"another set of shards")
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "converted")]) == 0

@@ -311,6 +311,7 @@ ONLY_THE_FAMILY = {"one tensor, two names"}  # formats are judged without knowin
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused_before_anything_is_written(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """C06 (tables with old names), C07 (rules without effect), C11 (no scale), Q01 (direction)."""
     export, damage, words = CASES[name]
     source, target = tmp_path / "source", tmp_path / "target"
     exports.export(source, export)
@@ -327,6 +328,7 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path, capsys: p
 
 
 def test_every_contradiction_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """C07: a fused tensor, rules for its parts: both faults are reported."""
     source = tmp_path / "source"
     exports.export(source, CT8)
     fused(source)
@@ -336,7 +338,10 @@ def test_every_contradiction_is_listed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_fused_projection_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a rule that stumbles over it, the closed inventory knows what it is; never is it misread."""
+    """S14: the order of its rows is not known.
+
+    Without a rule that stumbles over it, the closed inventory knows what it is; never is it misread.
+    """
     source = tmp_path / "source"
     exports.export(source, CT8)
 
@@ -354,6 +359,10 @@ def test_a_fused_projection_is_named_as_such(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_fused_mlp_is_no_weight_of_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """S02: a fused gate_up is never cut in half; it is refused.
+
+    Q10: one scalar for a fused matrix is never spread over slots that it was not made for.
+    """
     source = tmp_path / "source"
     exports.export(source, MO8)
 

@@ -60,6 +60,7 @@ def require_rank_parts(ranks: Path, tp: int, whole: dict[str, np.ndarray]) -> No
 
 @pytest.mark.parametrize("name", exports.EXPORTS)
 def test_an_export_survives_every_stage(name: str, tmp_path: Path) -> None:
+    """C11: mixed schemes among them, weight by weight."""
     source, converted = tmp_path / "source", tmp_path / "converted"
     written = exports.export(source, name)
     to(source, converted)

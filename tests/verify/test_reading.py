@@ -40,6 +40,7 @@ def shards(directory: Path) -> list[Path]:
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_verify_reads_every_byte_once(large: Stages, in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F10: big reads, in order, each byte once: a disk with milliseconds a request is no disaster."""
     reads = note_reads(monkeypatch, in_memory)
     assert verify(converted=large.converted, ranks=large.ranks).ok
     files = [path for place in (large.converted, large.rank(0), large.rank(1)) for path in shards(place)]
@@ -50,6 +51,7 @@ def test_verify_reads_every_byte_once(large: Stages, in_memory: bool, monkeypatc
 
 
 def test_shard_reads_every_byte_once(large: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F10: as verify does."""
     reads = note_reads(monkeypatch, in_memory=False)
     shard(large.converted, tmp_path / "ranks", 2)
     for path in shards(large.converted):

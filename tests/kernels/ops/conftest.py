@@ -33,7 +33,8 @@ class Emulated:
         self, name: str, blocks: int | tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
     ) -> None:
         slots = b"".join(_slot(argument) for argument in arguments)
-        ranges = [_range(argument) for argument in arguments if isinstance(argument, torch.Tensor)]
+        inside = [tensor for argument in arguments for tensor in getattr(argument, "tensors", [argument])]
+        ranges = [_range(tensor) for tensor in inside if isinstance(tensor, torch.Tensor)]
         flat = [bound for bounds in ranges for bound in bounds]
         grid = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1, 1)[:3]
         stray = getattr(self._library, f"emulate_{name}")(
@@ -54,6 +55,8 @@ def _slot(argument: Any) -> bytes:
         return struct.pack("<Q", argument.data_ptr())
     if isinstance(argument, float):
         return struct.pack("<fxxxx", argument)
+    if isinstance(argument, ctypes.Structure):
+        return struct.pack("<Q", ctypes.addressof(argument))
     return struct.pack("<q", 0 if argument is None else argument)
 
 

@@ -31,7 +31,8 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-static char dynamic_shared[1 << 18];
+alignas(16) static unsigned char dynamic_shared[1 << 18];
+#define DYNAMIC_SHARED(name) unsigned char *name = dynamic_shared
 
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStack = 1 << 17;
@@ -133,6 +134,12 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
         bits |= unsigned(lane_value(all, lane)) << lane;
     }
     return bits;
+}
+inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) {
+    volatile float product = a * b; // not fused with what follows
+    return product;
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
@@ -270,7 +277,8 @@ static bool run_block(int threads) {
 
 template <class T> T argument(const uint64_t *slot) {
     T value;
-    std::memcpy(&value, slot, sizeof(T));
+    const void *from = std::is_class<T>::value ? reinterpret_cast<const void *>(*slot) : slot; // structs by address
+    std::memcpy(&value, from, sizeof(T));
     return value;
 }
 template <class... A, size_t... I>

@@ -10,6 +10,7 @@ from duovolt.kernels.delta import (
     HEAD,
     DeltaState,
     DeltaWeights,
+    Progress,
     Round,
     delta_decode,
     delta_decode_reference,
@@ -42,8 +43,8 @@ class Layer:
     def memory(self, lanes=1, lane=0):
         memory = DeltaState.empty(lanes, self.weights)
         memory.state[lane] = self.state[0]
-        memory.rows[lane, :3, : self.weights.channels] = self.history
-        return memory
+        memory.rows[0, lane, :3, : self.weights.channels] = self.history
+        return memory, Progress.empty(lanes, memory.state.device)
 
     def exact(self, rows):
         mixed, a, b = (x.cpu().numpy() for x in self.parts(rows))
@@ -58,25 +59,28 @@ class Layer:
 
 
 def step(layer, memory, rows, lane=0, accepted=0):
-    memory.accepted[lane] = accepted
+    """A round, and then `accepted` of its tokens stand."""
     mixed, a, b = layer.parts(rows)
-    return delta_decode(mixed, a, b, layer.weights, memory, Round.of([lane], [len(mixed)], mixed.device))
+    got = delta_decode(mixed, a, b, layer.weights, *memory, Round.of([lane], [len(mixed)], mixed.device))
+    memory[1].advance(lane, accepted)
+    return got
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "zero"])
 @pytest.mark.parametrize("heads", [(2, 4), (1, 3)], ids=str)
 def test_a_round_against_float64(device, heads, kind):
     layer = Layer(device, *heads, tokens=8, kind=kind)
-    memory = layer.memory()
+    memory, progress = layer.memory()
     out = Guarded((8, heads[1], HEAD), torch.float32, device)
     before = memory.state.clone()
     mixed, a, b = layer.parts(slice(0, 8))
-    got = delta_decode(mixed, a, b, layer.weights, memory, Round.of([0], [8], device), out.inner)
+    got = delta_decode(mixed, a, b, layer.weights, memory, progress, Round.of([0], [8], device), out.inner)
     assert got is out.inner and out.intact
     outputs, states = layer.exact(slice(0, 8))
     assert relative(got, outputs) <= WIDE_ERROR
     assert torch.equal(memory.state, before), "tokens that nobody has accepted must not move the state"
-    step(layer, memory, slice(7, 8), accepted=8)
+    progress.advance(0, 8)
+    step(layer, (memory, progress), slice(7, 8))
     assert relative(memory.state[0], states[7]) <= WIDE_ERROR
 
 
@@ -84,53 +88,52 @@ def test_a_round_against_float64(device, heads, kind):
 def test_a_round_that_was_cut_back_leaves_no_trace(device, accepted):
     """Four tokens of which some stand, then more, gives the bits of the plain way, one token at a time."""
     layer = Layer(device)
-    plain, outputs = layer.memory(), []
-    for token in range(10):
-        outputs.append(step(layer, plain, slice(token, token + 1), accepted=int(token > 0)))
-    plain_out = torch.cat(outputs)
+    plain = layer.memory()
+    plain_out = torch.cat([step(layer, plain, slice(token, token + 1), accepted=1) for token in range(10)])
 
     memory = layer.memory()
-    first = step(layer, memory, slice(0, 4))
+    first = step(layer, memory, slice(0, 4), accepted=accepted)
     assert torch.equal(bits(first), bits(plain_out[:4]))
-    wrong = Layer(device, seed=9)  # the rest of a round of six: drafts that will be refused
-    joined = layer.projection.clone()
-    joined[accepted + 2 : accepted + 6] = wrong.projection[:4]
-    kept, layer.projection = layer.projection, joined
-    second = step(layer, memory, slice(accepted, accepted + 6), accepted=accepted)
-    layer.projection = kept
+    right = layer.projection
+    layer.projection = right.clone()  # the end of the next round: drafts that will be refused
+    layer.projection[accepted + 2 : accepted + 6] = Layer(device, seed=9).projection[:4]
+    second = step(layer, memory, slice(accepted, accepted + 6), accepted=2)
+    layer.projection = right
     assert torch.equal(bits(second[:2]), bits(plain_out[accepted : accepted + 2]))
-    third = step(layer, memory, slice(accepted + 2, accepted + 5), accepted=2)
+    third = step(layer, memory, slice(accepted + 2, accepted + 5), accepted=1)
     assert torch.equal(bits(third), bits(plain_out[accepted + 2 : accepted + 5]))
-    at = layer.memory()
+
+    alone = layer.memory()
     for token in range(accepted + 3):
-        step(layer, at, slice(token, token + 1), accepted=int(token > 0))
-    assert torch.equal(bits(memory.state), bits(at.state))
-    assert torch.equal(
-        bits(memory.rows[:, :3, : layer.weights.channels]), bits(at.rows[:, :3, : layer.weights.channels])
-    )
+        step(layer, alone, slice(token, token + 1), accepted=1)
+    assert torch.equal(bits(memory[0].state), bits(alone[0].state))
+    assert torch.equal(bits(memory[0].history(0, memory[1])), bits(alone[0].history(0, alone[1])))
 
 
 def test_lanes_do_not_see_one_another(device):
-    """Three sequences in one launch, one place unused, lanes out of order: each as if alone."""
+    """Three sequences in one launch, one place unused, lanes out of order: each as if alone, in its second round."""
     layers = [Layer(device, seed=seed) for seed in (0, 1, 2)]
     for layer in layers[1:]:
         layer.weights = layers[0].weights
-    memory = DeltaState.empty(5, layers[0].weights)
-    lanes, counts = [3, -1, 0, 4], [2, 0, 5, 1]
+    memory, progress = DeltaState.empty(5, layers[0].weights), Progress.empty(5, device)
+    lanes, counts = [3, 0, 4], [2, 5, 1]
     alone = []
-    for lane, count, layer in zip([3, 0, 4], [2, 5, 1], layers, strict=True):
+    for lane, count, layer in zip(lanes, counts, layers, strict=True):
         own = layer.memory(5, lane)
-        memory.state[lane], memory.rows[lane] = own.state[lane], own.rows[lane]
-        alone.append((step(layer, own, slice(0, count), lane), own, lane))
+        step(layer, own, slice(8, 11), lane, accepted=2)
+        memory.state[lane], memory.rows[:, lane] = own[0].state[lane], own[0].rows[:, lane]
+        progress.accepted[lane], progress.turn[lane] = own[1].accepted[lane], own[1].turn[lane]
+        alone.append((step(layer, own, slice(0, count), lane), own[0], lane))
     untouched = memory.state[[1, 2]].clone()
-    together = torch.cat([layer.projection[:count] for count, layer in zip([2, 5, 1], layers, strict=True)])
-    layers[0].projection = together
+    layers[0].projection = torch.cat([layer.projection[:n] for n, layer in zip(counts, layers, strict=True)])
     mixed, a, b = layers[0].parts(slice(None))
-    got = delta_decode(mixed, a, b, layers[0].weights, memory, Round.of(lanes, counts, device))
+    batch = Round.of([3, -1, 0, 4], [2, 0, 5, 1], device)
+    got = delta_decode(mixed, a, b, layers[0].weights, memory, progress, batch)
     row = 0
     for outputs, own, lane in alone:
         assert torch.equal(bits(got[row : row + len(outputs)]), bits(outputs))
-        assert torch.equal(bits(memory.rows[lane]), bits(own.rows[lane]))
+        assert torch.equal(bits(memory.rows[:, lane]), bits(own.rows[:, lane]))
+        assert torch.equal(bits(memory.state[lane]), bits(own.state[lane]))
         row += len(outputs)
     assert torch.equal(memory.state[[1, 2]], untouched)
 
@@ -138,34 +141,33 @@ def test_lanes_do_not_see_one_another(device):
 def test_a_count_of_zero_moves_a_lane_to_its_last_accepted_token(device):
     layer = Layer(device)
     memory, other = layer.memory(), layer.memory()
-    step(layer, memory, slice(0, 4))
-    step(layer, other, slice(0, 4))
-    step(layer, other, slice(3, 4), accepted=3)
-    memory.accepted[0] = 3
+    step(layer, memory, slice(0, 4), accepted=3)
+    step(layer, other, slice(0, 4), accepted=3)
+    step(layer, other, slice(3, 4))
     mixed, a, b = layer.parts(slice(0, 1))
-    delta_decode(mixed, a, b, layer.weights, memory, Round.of([0], [0], device))
-    assert torch.equal(bits(memory.state), bits(other.state))
-    memory.accepted[0] = 0
-    assert torch.equal(memory.history(0), layer.parts(slice(0, 3))[0])
+    delta_decode(mixed, a, b, layer.weights, *memory, Round.of([0], [0], device))
+    memory[1].advance(0, 0)
+    assert torch.equal(bits(memory[0].state), bits(other[0].state))
+    assert torch.equal(memory[0].history(0, memory[1]), layer.parts(slice(0, 3))[0])
 
 
 def test_the_reference_does_the_same(device):
     layer = Layer(device)
     ours, theirs = layer.memory(), layer.memory()
-    for rows, accepted in ((slice(0, 4), 0), (slice(2, 5), 2), (slice(5, 6), 3)):
+    for rows, accepted in ((slice(0, 4), 2), (slice(2, 5), 3), (slice(5, 6), 1)):
         got = step(layer, ours, rows, accepted=accepted)
-        theirs.accepted[0] = accepted
         batch = Round.of([0], [len(got)], device)
-        wanted = delta_decode_reference(*layer.parts(rows), layer.weights, theirs, batch)
+        wanted = delta_decode_reference(*layer.parts(rows), layer.weights, *theirs, batch)
+        theirs[1].advance(0, accepted)
         assert relative(got, wanted.double().cpu().numpy()) <= WIDE_ERROR
-    assert relative(ours.state, theirs.state.double().cpu().numpy()) <= WIDE_ERROR
-    torch.testing.assert_close(ours.rows[:, :6], theirs.rows[:, :6], rtol=0, atol=0)
+    assert relative(ours[0].state, theirs[0].state.double().cpu().numpy()) <= WIDE_ERROR
+    assert torch.equal(ours[0].rows, theirs[0].rows)
 
 
 def test_decode_goes_on_where_prefill_ended(device):
     layer = Layer(device, tokens=80)
     memory = layer.memory()
-    first = delta_prefill(*layer.parts(slice(0, 70)), layer.weights, memory, 0)
+    first = delta_prefill(*layer.parts(slice(0, 70)), layer.weights, *memory, 0)
     then = step(layer, memory, slice(70, 74))
     outputs, _ = layer.exact(slice(0, 74))
     assert relative(torch.cat((first, then)), outputs) <= WIDE_ERROR
@@ -176,12 +178,12 @@ def test_bad_calls_are_refused():
     memory, batch = layer.memory(), Round.of([0], [2], torch.device("cpu"))
     mixed, a, b = layer.parts(slice(0, 2))
     for call, message in (
-        (lambda: delta_decode(mixed[:, :-128], a, b, layer.weights, memory, batch), r"mixed is \[2, 896\]"),
-        (lambda: delta_decode(mixed, a.contiguous(), b, layer.weights, memory, batch), "parts of one projection"),
-        (lambda: delta_decode(mixed, a, b.half(), layer.weights, memory, batch), "b is torch.float16"),
+        (lambda: delta_decode(mixed[:, :-128], a, b, layer.weights, *memory, batch), r"mixed is \[2, 896\]"),
+        (lambda: delta_decode(mixed, a.contiguous(), b, layer.weights, *memory, batch), "parts of one projection"),
+        (lambda: delta_decode(mixed, a, b.half(), layer.weights, *memory, batch), "b is torch.float16"),
         (lambda: DeltaWeights(layer.weights.conv[:900], layer.weights.a_log, layer.weights.dt_bias), "conv is"),
         (lambda: DeltaWeights(layer.weights.conv, layer.weights.a_log, torch.zeros(3)), r"dt_bias is \[3\]"),
-        (lambda: delta_decode(mixed, a, b, layer.weights, memory, batch), "runs on a CUDA device"),
+        (lambda: delta_decode(mixed, a, b, layer.weights, *memory, batch), "runs on a CUDA device"),
     ):
         with pytest.raises(InputError, match=message):
             call()
