@@ -62,3 +62,17 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
         assert bytes(stream.take(3)) == b"123"
         with pytest.raises(InputError, match=r"file: ends at byte 5"):
             stream.take(3)
+
+
+@pytest.mark.parametrize("refused", ["all reads", "those of the disk"])
+def test_a_disk_that_gives_an_error(tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+
+    def fail(descriptor: int, buffers: list[np.ndarray], offset: int, flags: int) -> int:
+        raise OSError(errno.EAGAIN if flags and refused != "all reads" else errno.EIO, "fault")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with ByteStream(path) as stream, pytest.raises(OSError, match="fault") as found:
+        stream.take(3)
+    assert (found.value.errno, found.value.filename) == (errno.EIO, str(path))
