@@ -9,6 +9,7 @@ from duovolt.checkpoint.container import NUMPY_DTYPE, read_header
 from duovolt.checkpoint.manifest import read_manifest
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
+from duovolt.tests.support.damage import edit_tensor, refit
 from duovolt.tests.support.reads import note_reads
 from duovolt.tests.verify.conftest import Stages
 from duovolt.verify.proofs import verify
@@ -112,3 +113,15 @@ def test_an_exception_in_one_file_ends_the_scan(pristine: Stages) -> None:
 
     with pytest.raises(Cancelled):
         scan([view], [], cancel)
+
+
+def test_what_the_ranks_hold_beside_the_converted_is_searched_once_and_found_all_the_same(stages: Stages) -> None:
+    """A NaN code in one rank, its digests made to fit: the joined bytes are not the converted ones, so it is searched."""
+    name = "model.language_model.layers.0.linear_attn.out_proj.weight"
+    edit_tensor(stages.rank(1), name, lambda data: data.__setitem__(5, 0x7F))
+    refit(stages.rank(1))
+    report = verify(converted=stages.converted, ranks=stages.ranks)
+    failed = {proof.name: proof.failures for proof in report.failed}
+    assert set(failed) == {"rank-1-of-2: sane values", "converted -> ranks: words"}
+    (failure,) = failed["rank-1-of-2: sane values"]
+    assert (failure.tensor, failure.found) == (name, "0x7f")
