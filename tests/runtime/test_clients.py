@@ -296,8 +296,6 @@ def test_an_answer_can_be_aborted_by_its_id(start_server: Any, tmp_path: Any) ->
     assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
     assert "1.5 s" in late.json()["error"]["message"] and int(late.headers["retry-after"]) >= 1
     with server.client() as client:
-        twice = client.post("/v1/chat/completions", json={"messages": USER}, headers={"X-Request-Id": "one"})
-        assert twice.status_code == 400
         assert client.post("/v1/abort", json={"request_id": "nobody"}).json()["aborted"] == 0
         assert client.post("/v1/abort", json={"request_id": "chatcmpl-one"}).json() == {
             "request_id": "chatcmpl-one",
