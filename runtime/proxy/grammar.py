@@ -200,10 +200,10 @@ def _check_cost(schema: dict[str, Any]) -> None:
             continue
         left += part.values()
         multiple, properties = part.get("multipleOf"), part.get("properties")
-        low, high = _MULTIPLES
-        if isinstance(multiple, int | float) and not low <= multiple <= high:
+        if isinstance(multiple, int | float) and not 0 < _without_point(multiple) <= _MAX_MULTIPLE:
             raise bad_request(
-                f"the JSON schema has multipleOf {multiple}, expected {low:g} to {high:g}", "response_format"
+                f"the JSON schema has multipleOf {multiple}; its digits, without a point, may be 1 to {_MAX_MULTIPLE}",
+                "response_format",
             )
         if isinstance(properties, dict) and len(properties) > _MAX_PROPERTIES:
             raise bad_request(
