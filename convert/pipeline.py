@@ -5,7 +5,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
-from .draft_head import DraftHead
+from .draft_head import DraftHead, gathered
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .quantisers import QUANTISERS, Quantiser
 from .quantisers.encoders import Encoder, choose_encoder
@@ -129,22 +129,6 @@ def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantise
         except InputError as error:
             raise InputError(f"{part.origin.path}: {name}: {error}") from None
     return found
-
-
-def gathered(bands: Iterable[np.ndarray], rows: np.ndarray) -> Iterator[np.ndarray]:
-    """The chosen `rows`, ascending, of a matrix that comes as bands; in bands of whole tile rows, but for the last."""
-    first, ready = 0, []
-    for band in bands:
-        low, high = np.searchsorted(rows, (first, first + len(band)))
-        ready.append(band[rows[low:high] - first])
-        first += len(band)
-        if (count := sum(map(len, ready))) >= len(band):
-            joined, whole = np.concatenate(ready), count // ROWS * ROWS
-            ready = [joined[whole:]]
-            if whole:
-                yield joined[:whole]
-    if (left := np.concatenate(ready)).size:
-        yield left
 
 
 class _Converter:

@@ -6,7 +6,9 @@
 
 // kAhead: the next turn is loaded before this one is multiplied, for twice the registers.
 template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
-    Walk ahead;
+    static constexpr int kTurn = 4;
+
+    Walk<kTurn> ahead;
     Weight next[kTurn];
 
     __device__ VoltaTurns(const Task &task, Items items, unsigned char *) : ahead(task, items) {
@@ -71,8 +73,8 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
 #ifndef ABLATE_LOADS
                 if (token < task.tokens && group < task.groups) {
                     const uint4 *row = reinterpret_cast<const uint4 *>(task.x) + (token * task.groups + group) * 2;
-                    low = __ldg(row);
-                    high = __ldg(row + 1);
+                    low = kTiles == 3 ? read_now(row) : __ldg(row); // three tiles' loads at once would not fit
+                    high = kTiles == 3 ? read_now(row + 1) : __ldg(row + 1);
                 }
 #endif
 #ifdef ABLATE_ARITHMETIC

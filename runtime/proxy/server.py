@@ -21,6 +21,7 @@ from .connections import PatientProtocol
 from .errors import unavailable
 from .hub import Hub
 from .log_file import LogFile
+from .notify import notify
 from .options import ServeOptions
 from .origins import allow_origins
 from .plan import ServePlan, make_plan
@@ -112,6 +113,7 @@ class _Server:
 
     async def _drain(self) -> None:
         """No new requests; running answers may finish, for a while or until the second signal."""
+        notify("STOPPING=1")
         self._hub.draining = True
         for server in self._http.servers:
             server.close()
@@ -146,6 +148,7 @@ class _Server:
             "log": options.log_requests and ("content" if options.log_content else "requests"),
             "api_keys": len(plan.keys),
         }
+        notify("READY=1")
         words = " ".join(f"{name}={value}" for name, value in choices.items() if value is not None)
         scheme = "http" if options.tls_cert is None else "https"
         self._say(f"ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port} {words}")
