@@ -101,13 +101,7 @@ class Hub:
 
         Raises as check_room, and what `send` raises: nothing stays open then.
         """
-        if len(requests) > self.capacity:
-            raise bad_request(
-                f"{len(requests)} answers in one request, this server holds {self.capacity} at a time", "n"
-            )
         self.check_room(len(requests))
-        if any(name in opened.names for opened in self._open.values() for name in names):
-            raise bad_request("a request of this id is being answered", "request_id")
         events: Events = asyncio.Queue()
         answers: list[OpenRequest] = []
         try:

@@ -306,4 +306,6 @@ def test_an_answer_can_be_aborted_by_its_id(start_server: Any, tmp_path: Any) ->
     assert '"code":"aborted"' in events[-1] and "[DONE]" not in events[-1]
     assert found["one"].headers["x-request-id"] == "one"
     assert server.metric("running") == server.metric("waiting") == 0
-    assert server.metric("cancelled_total") == 2
+    assert server.metric("cancelled_total") == 1
+    with server.client() as client:
+        assert 'duovolt_answers_total{outcome="expired"} 1' in client.get("/metrics").text
