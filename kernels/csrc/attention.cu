@@ -477,9 +477,10 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
     }
 }
 
-constexpr int kMergeWays = 32;          // segments merged side by side
+constexpr int kMergeWays = 64;          // segments merged side by side
 constexpr int kMergeColumns = kDim / 4; // dimensions a block
-constexpr int kMergeThreads = kMergeWays * kMergeColumns / 4;
+constexpr int kMergeOwn = 8;            // dimensions a thread
+constexpr int kMergeThreads = kMergeWays * kMergeColumns / kMergeOwn;
 
 // out: fp16 [rows, q_heads * 256] = attended, times sigmoid(gate) if gate is not null: element d of head h of row t at
 // gate + t * gate_stride + h * gate_head_stride + d. positions: [rows], -1 for a row that is not used.
@@ -489,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
                     const float *gate, int gate_stride, int gate_head_stride, unsigned short *out) {
     __shared__ float factors[kMaxSegments];
     __shared__ float scratch[kMergeThreads / 32];
-    __shared__ float4 parts[kMergeWays][kMergeColumns / 4];
+    __shared__ float parts[kMergeWays][kMergeColumns + 4];
     const int q_heads = gridDim.y, head = blockIdx.y, row = blockIdx.z;
     const int position = read(positions + row);
     if (position < 0) {
@@ -521,37 +522,40 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     }
     const float inverse = 1.0f / block_sum(mass, scratch); // its barriers make the factors known, too
 
-    const int way = threadIdx.x / (kMergeColumns / 4), quad = threadIdx.x % (kMergeColumns / 4);
-    const uint2 *from = reinterpret_cast<const uint2 *>(partial + index * max_segments * kDim) +
-                        blockIdx.x * (kMergeColumns / 4) + quad;
-    float4 total = {};
-#pragma unroll 4
+    const int way = threadIdx.x / (kMergeColumns / kMergeOwn), eight = threadIdx.x % (kMergeColumns / kMergeOwn);
+    const uint4 *from = reinterpret_cast<const uint4 *>(partial + index * max_segments * kDim) +
+                        blockIdx.x * (kMergeColumns / kMergeOwn) + eight;
+    float total[kMergeOwn] = {};
+#pragma unroll 8
     for (int segment = way; segment < segments; segment += kMergeWays) {
-        const uint2 v = read(from + segment * (kDim / 4));
+        const uint4 v = read(from + segment * (kDim / kMergeOwn));
         const float f = factors[segment];
-        total = {total.x + f * half_value(v.x & 0xFFFF), total.y + f * half_value(v.x >> 16),
-                 total.z + f * half_value(v.y & 0xFFFF), total.w + f * half_value(v.y >> 16)};
-    }
-    parts[way][quad] = total;
-    __syncthreads();
-    if (threadIdx.x >= kMergeColumns / 4) {
-        return;
+        const unsigned pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < kMergeOwn; ++i) {
+            total[i] += f * half_value(pairs[i / 2] >> 16 * (i % 2) & 0xFFFF);
+        }
     }
 #pragma unroll
+    for (int i = 0; i < kMergeOwn; ++i) {
+        parts[way][eight * kMergeOwn + i] = total[i];
+    }
+    __syncthreads();
+    if (threadIdx.x >= kMergeColumns) {
+        return;
+    }
+    float result = parts[0][threadIdx.x];
+#pragma unroll
     for (int other = 1; other < kMergeWays; ++other) {
-        const float4 v = parts[other][quad];
-        total = {total.x + v.x, total.y + v.y, total.z + v.z, total.w + v.w};
+        result += parts[other][threadIdx.x];
     }
-    total = scaled(total, inverse);
-    const int dim = blockIdx.x * kMergeColumns + 4 * quad;
+    result *= inverse;
+    const int dim = blockIdx.x * kMergeColumns + threadIdx.x;
     if (gate) {
-        const float *place = gate + static_cast<size_t>(row) * gate_stride + head * gate_head_stride + dim;
-        const float4 g = read(reinterpret_cast<const float4 *>(place));
-        total = {total.x * sigmoid(g.x), total.y * sigmoid(g.y), total.z * sigmoid(g.z), total.w * sigmoid(g.w)};
+        result *= sigmoid(read(gate + static_cast<size_t>(row) * gate_stride + head * gate_head_stride + dim));
     }
-    int overflowed = 0; // averages of fp16 values and their products with a gate below one: they fit
-    const uint2 packed = {staged_pair(total.x, total.y, overflowed), staged_pair(total.z, total.w, overflowed)};
-    write(reinterpret_cast<uint2 *>(out + index * kDim + dim), packed);
+    int overflowed = 0; // an average of fp16 values, times a gate below one, fits
+    write(out + index * kDim + dim, static_cast<unsigned short>(half_bits(staged(result, overflowed))));
 }
 
 #define ATTEND(name, Cache, tiles, blocks)                                                                             \

@@ -13,6 +13,7 @@ constexpr int kKept = 3;         // rows of history: the convolution is four wid
 constexpr int kMaxTokens = 8;    // tokens a round
 constexpr int kRowsKept = kKept + kMaxTokens;
 constexpr int kSteps = 2 * kMaxTokens; // accepted tokens of the last round, then those of this one
+constexpr int kTogether = 4;     // steps normalised side by side
 constexpr int kLanesRow = 8;     // lanes that share a row of the state
 constexpr int kRowQuads = kQuads / kLanesRow; // float4 of a row that a lane holds
 constexpr int kRowsLane = 2;     // rows that a lane holds parts of
@@ -111,12 +112,37 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         return i < kKept + before ? old_rows + static_cast<size_t>(i) * width
                                   : x + static_cast<size_t>(first + i - kKept - before) * x_stride;
     };
+    { // values: a thread has one channel and every fourth step
+        constexpr int kEvery = kThreads / kBlockRows, kOwn = (kKept + kSteps + kEvery - 1) / kEvery;
+        const int row = threadIdx.x % kBlockRows, channel = (2 * key_heads + head) * kHead + block_row + row;
+        const float4 taps = read(reinterpret_cast<const float4 *>(weight) + channel);
+        float in[kOwn][4];
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n) {
+#pragma unroll
+            for (int tap = 0; tap < 4; ++tap) {
+                const int i = n * kEvery + threadIdx.x / kBlockRows - 3 + tap;
+                in[n][tap] = i >= 0 && i < kKept + steps ? read(input(i) + channel) : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n) {
+            const int i = n * kEvery + threadIdx.x / kBlockRows;
+            if (i >= kKept && i < kKept + steps) {
+                values[i - kKept][row] = convolved(in[n][0], in[n][1], in[n][2], in[n][3], taps);
+            }
+            if (i >= before && i < kKept + steps) {
+                write(new_rows + static_cast<size_t>(i - before) * width + channel, in[n][3]);
+            }
+        }
+    }
     { // queries and keys, normalised
         const int channel = (warp * key_heads + key_head) * kHead + lane; // and those 32, 64, 96 further on
         const bool keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read these channels
         float4 in[kKept + kSteps], taps[4];
 #pragma unroll
         for (int i = 0; i < kKept + kSteps; ++i) {
+            in[i] = {};
             if (i < kKept + steps) {
                 const float *from = input(i) + channel;
                 in[i] = {read(from), read(from + 32), read(from + 64), read(from + 96)};
@@ -138,32 +164,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         const float factor = warp == 0 ? 0.08838834764831845f : 1.0f; // queries carry 1 / sqrt(128)
         float *to = reinterpret_cast<float *>(warp == 0 ? queries : keys) + lane;
+        // Four steps at a time without a branch between them, so that their chains of exchanges overlap.
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            if (step < steps) {
-                const float4 y = {convolved(in[step].x, in[step + 1].x, in[step + 2].x, in[step + 3].x, taps[0]),
-                                  convolved(in[step].y, in[step + 1].y, in[step + 2].y, in[step + 3].y, taps[1]),
-                                  convolved(in[step].z, in[step + 1].z, in[step + 2].z, in[step + 3].z, taps[2]),
-                                  convolved(in[step].w, in[step + 1].w, in[step + 2].w, in[step + 3].w, taps[3])};
-                const float4 unit = scaled(y, factor / sqrtf(warp_sum(dot(y, y)) + eps));
-                to[step * kHead] = unit.x;
-                to[step * kHead + 32] = unit.y;
-                to[step * kHead + 64] = unit.z;
-                to[step * kHead + 96] = unit.w;
+        for (int group = 0; group < kSteps; group += kTogether) {
+            if (group < steps) {
+                float4 y[kTogether];
+                float squares[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const float4 *w = in + group + i;
+                    y[i] = {convolved(w[0].x, w[1].x, w[2].x, w[3].x, taps[0]),
+                            convolved(w[0].y, w[1].y, w[2].y, w[3].y, taps[1]),
+                            convolved(w[0].z, w[1].z, w[2].z, w[3].z, taps[2]),
+                            convolved(w[0].w, w[1].w, w[2].w, w[3].w, taps[3])};
+                    squares[i] = warp_sum(dot(y[i], y[i]));
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const float4 unit = scaled(y[i], factor / sqrtf(squares[i] + eps));
+                    to[(group + i) * kHead] = unit.x;
+                    to[(group + i) * kHead + 32] = unit.y;
+                    to[(group + i) * kHead + 64] = unit.z;
+                    to[(group + i) * kHead + 96] = unit.w;
+                }
             }
-        }
-    }
-    for (int index = threadIdx.x; index < (kKept + steps) * kBlockRows; index += kThreads) {
-        const int i = index / kBlockRows, row = index % kBlockRows;
-        const int channel = (2 * key_heads + head) * kHead + block_row + row;
-        const float newest = read(input(i) + channel);
-        if (i >= kKept) {
-            const float4 taps = read(reinterpret_cast<const float4 *>(weight) + channel);
-            values[i - kKept][row] = convolved(read(input(i - 3) + channel), read(input(i - 2) + channel),
-                                               read(input(i - 1) + channel), newest, taps);
-        }
-        if (i >= before) {
-            write(new_rows + static_cast<size_t>(i - before) * width + channel, newest);
         }
     }
     if (threadIdx.x < steps) {

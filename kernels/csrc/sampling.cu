@@ -91,17 +91,19 @@ __device__ __forceinline__ int rank_in_block(bool flag, int *scratch, int &all) 
     return rank;
 }
 
-// Largest logit of a row and its lowest id (-1: not all finite), from the slices.
+// Largest logit of a row and its lowest id (-1: not all finite): a lane takes a slice. Whole warps call it.
 __device__ __forceinline__ float row_peak(const Rows &rows, int row, int &best) {
-    float peak = read(rows.slice_peak + row * kSlices);
-    best = read(rows.slice_best + row * kSlices);
-    bool finite = best >= 0;
-    for (int slice = 1; slice < kSlices; ++slice) {
-        const float value = read(rows.slice_peak + row * kSlices + slice);
-        const int id = read(rows.slice_best + row * kSlices + slice);
-        finite &= id != -1;
-        if (value > peak) {
-            peak = value;
+    static_assert(kSlices == 32, "a slice a lane");
+    const int lane = threadIdx.x % 32;
+    float peak = read(rows.slice_peak + row * kSlices + lane);
+    best = read(rows.slice_best + row * kSlices + lane);
+    const bool finite = __ballot_sync(kAll, best == -1) == 0;
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        const float other = __shfl_xor_sync(kAll, peak, step);
+        const int id = __shfl_xor_sync(kAll, best, step);
+        if (other > peak || (other == peak && id < best)) {
+            peak = other;
             best = id;
         }
     }
@@ -206,21 +208,36 @@ struct Step {
     int above, inside;   // values above the prefix's range, values in it
     double mass_above, all;
 };
-// Where this thread's digit of a pass stands: a slow block may still read what the pass before has counted.
-__device__ __forceinline__ size_t digit_place(int row, int slice, int pass) {
-    return ((static_cast<size_t>(row) * 2 + (pass & 1)) * kSlices + slice) * kDigits + threadIdx.x;
+// Where a digit of a pass stands: a slow block may still read what the pass before has counted.
+__device__ __forceinline__ size_t digit_place(int row, int slice, int pass, int digit) {
+    return ((static_cast<size_t>(row) * 2 + (pass & 1)) * kSlices + slice) * kDigits + digit;
 }
 
 __device__ __forceinline__ Step narrowed(const Rows &rows, int row, int pass, bool by_mass, double limit,
                                          double top_p, int *counts, double *masses) {
     // Called before pass `pass`, with what pass - 1 has counted.
+    constexpr int kParts = kThreads / kDigits, kEach = kSlices / kParts; // slices a thread
+    __shared__ int part_counts[kParts][kDigits];
+    __shared__ double part_masses[kParts][kDigits];
+    const int own_digit = threadIdx.x % kDigits, own_part = threadIdx.x / kDigits;
+    int part_count = 0;
+    double part_mass = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const size_t place = digit_place(row, own_part * kEach + i, pass - 1, own_digit);
+        part_count += read(rows.digit_counts + place);
+        part_mass += read(rows.digit_masses + place);
+    }
+    part_counts[own_part][own_digit] = part_count;
+    part_masses[own_part][own_digit] = part_mass;
+    __syncthreads();
     if (threadIdx.x < kDigits) {
         int count = 0;
         double mass = 0;
-        for (int slice = 0; slice < kSlices; ++slice) {
-            const size_t place = digit_place(row, slice, pass - 1);
-            count += read(rows.digit_counts + place);
-            mass += read(rows.digit_masses + place);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            count += part_counts[part][threadIdx.x];
+            mass += part_masses[part][threadIdx.x];
         }
         counts[threadIdx.x] = count;
         masses[threadIdx.x] = mass;
@@ -258,16 +275,19 @@ __device__ __forceinline__ Step narrowed(const Rows &rows, int row, int pass, bo
 // The sums over a warp of its lanes' 16 values, each digit's in two lanes: half of the values go to the other half of the
 // lanes, again and again.
 __device__ __forceinline__ int digit_of_lane() { return threadIdx.x % 32 / 2; }
-template <class T> __device__ __forceinline__ T digit_sum(T (&v)[kDigits]) {
+template <int kHalf, class T> __device__ __forceinline__ void halve(T (&v)[kDigits]) {
+    const bool upper = threadIdx.x & (2 * kHalf);
 #pragma unroll
-    for (int half = kDigits / 2; half; half /= 2) {
-        const bool upper = threadIdx.x & (2 * half);
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const T other = __shfl_xor_sync(kAll, upper ? v[i] : v[i + half], 2 * half);
-            v[i] = (upper ? v[i + half] : v[i]) + other;
-        }
+    for (int i = 0; i < kHalf; ++i) {
+        const T other = __shfl_xor_sync(kAll, upper ? v[i] : v[i + kHalf], 2 * kHalf);
+        v[i] = (upper ? v[i + kHalf] : v[i]) + other;
     }
+}
+template <class T> __device__ __forceinline__ T digit_sum(T (&v)[kDigits]) {
+    halve<8>(v);
+    halve<4>(v);
+    halve<2>(v);
+    halve<1>(v);
     return v[0] + __shfl_xor_sync(kAll, v[0], 1);
 }
 
@@ -366,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             count += warp_counts[warp][threadIdx.x];
             mass += warp_masses[warp][threadIdx.x];
         }
-        const size_t place = digit_place(row, slice, pass);
+        const size_t place = digit_place(row, slice, pass, threadIdx.x);
         write(rows.digit_counts + place, count);
         write(rows.digit_masses + place, mass);
     }
@@ -391,7 +411,7 @@ struct View {
     }
 };
 
-// Nothing was cut: cut 0 and all ties. Sums the masses of the slices if `summed`.
+// Nothing was cut: cut 0 and all ties. Sums the masses of the slices if `summed`. Whole warps call it.
 __device__ __forceinline__ View view_of(const Rows &rows, const Wishes &wishes, int row, int lane, int vocabulary,
                                         bool selected, bool summed) {
     View view;
@@ -403,17 +423,14 @@ __device__ __forceinline__ View view_of(const Rows &rows, const Wishes &wishes, 
     view.cut = selected ? read(rows.cut + row) : 0;
     view.ties = selected ? read(rows.ties + row) : kAllTies;
     view.vocabulary = vocabulary;
-    view.total = 0;
-    for (int slice = 0; summed && slice < kSlices; ++slice) {
-        view.total += read(rows.slice_mass + row * kSlices + slice);
-    }
+    view.total = summed ? warp_total(read(rows.slice_mass + row * kSlices + threadIdx.x % 32)) : 0.0;
     return view;
 }
 
 // Walks a slice in the order of ids, kThreads at a time: `visit(id, weight)` with weight 0 behind the end. All threads
 // call it together.
 template <class Visit>
-__device__ void walk(const View &view, int begin, int end, int rank, int *scratch, Visit visit) {
+__device__ __forceinline__ void walk(const View &view, int begin, int end, int rank, int *scratch, Visit visit) {
     for (int first = begin; first < end; first += kThreads) {
         const int id = first + threadIdx.x;
         const float value = id < end ? read(view.logits + id) : 0.0f;
@@ -451,11 +468,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 __device__ __forceinline__ int rank_before(const Rows &rows, const View &view, int row, int slice) {
-    int rank = 0;
-    for (int earlier = 0; view.ties != kAllTies && earlier < slice; ++earlier) {
-        rank += read(rows.slice_equal + row * kSlices + earlier);
+    if (view.ties == kAllTies) {
+        return 0;
     }
-    return rank;
+    const int lane = threadIdx.x % 32;
+    return static_cast<int>(warp_total(lane < slice ? read(rows.slice_equal + row * kSlices + lane) : 0));
 }
 
 // Mass inside the cut, a slice. Grid: (kSlices, rows).
@@ -481,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Probability of an id under a view whose total is known; all threads call it.
-__device__ double probability(const Rows &rows, const View &view, int row, int id, double *scratch) {
+__device__ __forceinline__ double probability(const Rows &rows, const View &view, int row, int id, double *scratch) {
     const float value = read(view.logits + id);
     int rank = 0;
     if (view.ties != kAllTies && ascending(value) == view.cut) {
@@ -496,7 +513,7 @@ __device__ double probability(const Rows &rows, const View &view, int row, int i
 }
 
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011): a number in [0, 1) of 53 bits from seed, position and purpose.
-__device__ double uniform(unsigned long long seed, unsigned long long position, unsigned purpose) {
+__device__ __forceinline__ double uniform(unsigned long long seed, unsigned long long position, unsigned purpose) {
     unsigned c0 = static_cast<unsigned>(position), c1 = static_cast<unsigned>(position >> 32), c2 = purpose, c3 = 0;
     unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
     for (int round = 0; round < 10; ++round) {
@@ -579,7 +596,7 @@ struct Rest {
 };
 
 template <class Visit>
-__device__ void walk_rest(const Rest &rest, int begin, int end, int rank, int source_rank, int *scratch, Visit visit) {
+__device__ __forceinline__ void walk_rest(const Rest &rest, int begin, int end, int rank, int source_rank, int *scratch, Visit visit) {
     for (int first = begin; first < end; first += kThreads) {
         const int id = first + threadIdx.x;
         const auto weigh = [&](const View &view, int &base) {
@@ -682,7 +699,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   const int *sources, const long long *seeds, Wishes wishes, Rows rows, Rows draft_rows, int vocabulary,
                   int selected, int purpose, const int *verdict, const double *rest_mass, int *tokens, int *produced,
                   double *chance, int *accepted_of, int *turns, unsigned char *seen, float *answer_counts, int counted) {
-    __shared__ double sums[kWarps];
+    __shared__ double sums[kWarps], slice_masses[kSlices];
     __shared__ int ranks[kWarps], found[kWarps];
     const int sequence = blockIdx.x, lane = read(sequence_lanes + sequence);
     if (lane < 0) {
@@ -697,24 +714,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const Rest rest = rest_of(rows, draft_rows, wishes, row, lane, kind == 2 ? read(sources + row) : -1,
                                   kind == 2 ? read(drafts + row) : -1, vocabulary, selected);
         const double *slices = kind == 2 ? rest_mass + sequence * kSlices : rows.slice_mass + row * kSlices;
-        double total = 0;
-        for (int slice = 0; slice < kSlices; ++slice) {
-            total += read(slices + slice);
-        }
+        double total = warp_total(read(slices + threadIdx.x % 32));
         if (kind == 2 && !(total > 0)) { // equal distributions refuse nothing: only rounding leads here
             kind = 1;
             slices = rows.slice_mass + row * kSlices;
             total = rest.target.total;
         }
+        if (threadIdx.x < kSlices) {
+            slice_masses[threadIdx.x] = read(slices + threadIdx.x);
+        }
+        __syncthreads();
         const double goal = random * total;
         const int size = (vocabulary + kSlices - 1) / kSlices;
         double running = 0;
         int slice = 0, last = 0; // the slice where the sum exceeds the goal; else the last one that holds any mass
         for (int other = 0; other < kSlices; ++other) {
-            last = read(slices + other) > 0 ? other : last;
+            last = slice_masses[other] > 0 ? other : last;
         }
-        for (; slice < last && !(running + read(slices + slice) > goal); ++slice) {
-            running += read(slices + slice);
+        for (; slice < last && !(running + slice_masses[slice] > goal); ++slice) {
+            running += slice_masses[slice];
         }
         token = -1;
         int highest = -1; // id with any mass, for a goal that rounding put at the very end
