@@ -414,6 +414,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
             a = exp2f(a - peak);
             b = exp2f(b - peak);
             mass[n] = mass[n] * factor + (a + b);
+            __syncwarp(); // all lanes have read the row's scores and its peak
             if (lane == 0) {
                 shrink[row] = factor;
                 peaks[row] = peak;
