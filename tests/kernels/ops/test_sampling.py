@@ -6,17 +6,9 @@ import torch
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels.delta import Progress
-from duovolt.kernels.sampling import (
-    DRAFT,
-    Cuts,
-    Decision,
-    Distributions,
-    LaneSampling,
-    decide,
-    decide_reference,
-    log_probabilities,
-    log_probabilities_reference,
-)
+from duovolt.kernels.logprobs import log_probabilities, log_probabilities_reference
+from duovolt.kernels.sampling import DRAFT, decide, decide_reference
+from duovolt.kernels.sampling_state import Cuts, Decision, Distributions, LaneSampling
 from duovolt.runtime.engine.sampling import Purpose, Sampler
 from duovolt.runtime.engine.speculation import Draft, judge
 from duovolt.runtime.messages import SamplingParams
