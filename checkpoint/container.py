@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .digest import BLOCK
-from .errors import InputError
+from .errors import InputError, naming, one_line
 
 # safetensors dtype -> bytes an element. Sub-byte types (F4, F6) are not used by any source we know: peers store U8.
 ITEMSIZE = {
@@ -102,7 +102,7 @@ def parse_json(raw: bytes, path: Path) -> Any:
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({error}). Fetch the file again.") from None
+        raise InputError(f"{path}: not valid JSON ({one_line(error)}). Fetch the file again.") from None
 
 
 def _resembles(head: bytes) -> str | None:
@@ -157,7 +157,7 @@ def read_header(path: Path) -> Header:
     Raises InputError for anything the reference library refuses, and for duplicate keys, which it accepts.
     """
     try:
-        with path.open("rb") as handle:
+        with naming(path), path.open("rb") as handle:
             size = os.fstat(handle.fileno()).st_size
             head = handle.read(64)
             if (seems := _resembles(head)) is not None:
@@ -217,7 +217,8 @@ class TensorFile:
         """Fill `buffer`, uint8. Raises InputError if the file is shorter by now."""
         view = buffer.data
         while len(view):  # a single read may give less than was asked for
-            got = self._handle.readinto(view)
+            with naming(self.entry.path):
+                got = self._handle.readinto(view)
             if not got:
                 raise InputError(
                     f"{self.entry.path}: ends inside tensor {self.entry.name!r}; the file changed while being read."

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from .errors import naming
+
 BLOCK = 8 << 20  # bytes per read: big and sequential, so that a slow network disk is no disaster
 DIGEST_HEX = 32
 
@@ -26,7 +28,7 @@ def digest_blocks(blocks: Iterable[bytes | memoryview]) -> str:
 
 def file_blocks(path: Path, block_bytes: int = BLOCK) -> Iterable[bytes]:
     """The file's bytes, in order, `block_bytes` at a time."""
-    with path.open("rb", buffering=0) as handle:
+    with naming(path), path.open("rb", buffering=0) as handle:
         while block := handle.read(block_bytes):
             yield block
 

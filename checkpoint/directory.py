@@ -12,7 +12,7 @@ import numpy as np
 from . import container
 from .container import Header, TensorEntry
 from .digest import BLOCK
-from .errors import InputError
+from .errors import InputError, naming
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -20,6 +20,7 @@ MANIFEST = "duovolt.json"
 DOWNLOAD_RECORD = "duovolt-download.json"
 QUARANTINE = ".duovolt-bad"  # folder in a directory for what `verify --quarantine` moved aside
 MAX_JSON = 256 << 20
+MAX_NAME = 255  # bytes of a file name that file systems take
 
 # Rewritten by our stages, or bookkeeping of ours; every other file beside the shards is a side file.
 OWN_FILES = {INDEX, MANIFEST, DOWNLOAD_RECORD, ".duovolt.lock"}
@@ -34,7 +35,8 @@ def read_json(path: Path) -> Any:
             raise InputError(f"{path}: not a regular file, where a JSON file was expected.")
         if path.stat().st_size > MAX_JSON:
             raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {MAX_JSON} allowed for a JSON file.")
-        return container.parse_json(path.read_bytes(), path)
+        with naming(path):
+            return container.parse_json(path.read_bytes(), path)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file.") from None
     except IsADirectoryError:
@@ -56,8 +58,9 @@ def plain_name(name: Any, path: Path) -> str:
         or name.startswith(".")
         or "\\" in name
         or not name.isprintable()
+        or len(name.encode()) > MAX_NAME
     ):
-        raise InputError(f"{path}: shard name {name!r} is not a plain file name.")
+        raise InputError(f"{path}: shard name {str(name)[:300]!r} is not a plain file name.")
     return name
 
 

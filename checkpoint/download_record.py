@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from .directory import DOWNLOAD_RECORD, MAX_JSON
-from .errors import InputError
+from .errors import InputError, one_line
 from .stage import AtomicFile, disk_errors, sync_directory, write_event
 
 DigestKind = Literal["sha256", "git-sha1"]
@@ -129,7 +129,7 @@ def read_record(directory: Path, pending: bool = False) -> DownloadRecord | None
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: not a download record ({error}). Run `duovolt download` again.") from None
+        raise InputError(f"{path}: not a download record ({one_line(error)}). Run `duovolt download` again.") from None
     if record.format_version != FORMAT_VERSION:
         raise InputError(f"{path}: format version {record.format_version}; this duovolt reads {FORMAT_VERSION}.")
     for name, file in record.files.items():

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from .container import ITEMSIZE
+from .container import ITEMSIZE, MAX_NAME
 from .digest import DIGEST_HEX, digest_json
 from .directory import MANIFEST, MAX_JSON, plain_name
 from .encodings import STORED_AS_IS, PartName, part_name, part_of
-from .errors import CheckFailed, InputError
+from .errors import CheckFailed, InputError, one_line
 from .layouts import stored_shape
 
 FORMAT_VERSION = 1
@@ -175,6 +175,8 @@ def _check(manifest: Manifest, path: Path) -> None:
     for file in manifest.files:
         plain_name(file, path)
     for name, record in manifest.tensors.items():
+        if not name or len(name) > MAX_NAME or not name.isprintable():
+            raise InputError(f"{path}: a tensor name is empty, too long or not printable: {name[:80]!r}.")
         if record.file not in manifest.files:
             raise InputError(f"{path}: tensor {name!r} lies in {record.file!r}, which the manifest does not list.")
         if record.dtype not in ITEMSIZE or len(record.digest) != DIGEST_HEX:
@@ -221,7 +223,7 @@ def read_manifest(directory: Path) -> Manifest:
             )
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: not a manifest ({error}). Make this directory again.") from None
+        raise InputError(f"{path}: not a manifest ({one_line(error)}). Make this directory again.") from None
     _check(manifest, path)
     manifest.check_own_digest(path)
     return manifest

@@ -14,7 +14,17 @@ from .container import read_header
 from .directory import MANIFEST
 from .errors import DuovoltError, InputError
 from .manifest import Manifest, has_manifest, read_manifest
-from .stage import JOURNAL, AtomicFile, DirectoryLock, JournalEntry, disk_errors, sync_directory, tidy, write_event
+from .stage import (
+    JOURNAL,
+    NO_JSON,
+    AtomicFile,
+    DirectoryLock,
+    JournalEntry,
+    disk_errors,
+    sync_directory,
+    tidy,
+    write_event,
+)
 
 
 def reopen(
@@ -77,7 +87,7 @@ def about_interrupted(directory: Path) -> dict[str, Any]:
     try:
         with (directory / JOURNAL).open("rb") as handle:
             first = msgspec.json.decode(handle.readline(1 << 20))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, *NO_JSON):
         return {}
     about = first.get("about") if isinstance(first, dict) else None
     return about if isinstance(about, dict) else {}

@@ -31,8 +31,10 @@ from .writeback import begin_writeback
 
 LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
+FACTS = ".duovolt.facts"  # what a stage keeps for whoever resumes it
 TEMPORARY = ".duovolt-tmp"
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding rubbish raises
 WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
 
 _events = 0
@@ -213,7 +215,7 @@ class AtomicFile:
 
 def tidy(directory: Path) -> None:
     """Remove what a kill after the manifest's rename left in a finished directory: journal and temporary files."""
-    for leftover in (directory / JOURNAL, *directory.glob(f".*{TEMPORARY}")):
+    for leftover in (directory / JOURNAL, directory / FACTS, *directory.glob(f".*{TEMPORARY}")):
         leftover.unlink(missing_ok=True)
 
 
@@ -284,7 +286,7 @@ class StageDirectory:
         lines = whole.split(b"\n")
         try:
             started = msgspec.json.decode(lines[0])["identity"]
-        except (msgspec.MsgspecError, KeyError, TypeError):
+        except (*NO_JSON, KeyError, TypeError):
             started = None
         if started is None:
             journal.unlink()
@@ -298,7 +300,7 @@ class StageDirectory:
         for line in lines[1:]:
             try:
                 entry = msgspec.json.decode(line, type=JournalEntry)
-            except msgspec.MsgspecError:
+            except NO_JSON:
                 continue
             self._done[entry.name] = entry
 
@@ -371,5 +373,6 @@ class StageDirectory:
     def finish(self) -> None:
         """Drop the journal: nothing is left to resume. A plain checkpoint ends here, without a manifest."""
         with disk_errors(self.path):
+            (self.path / FACTS).unlink(missing_ok=True)
             write_event()
             (self.path / JOURNAL).unlink()

@@ -16,9 +16,12 @@ from ..checkpoint.errors import InputError
 
 PREFIX = "DUOVOLT_"
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_OTHERS = {
-    f"{PREFIX}{name}" for name in ("STOP_AT_WRITE", "COUNT_WRITES", "MAILBOX_FAULT", "LOCKSTEP_FAULT", "KERNELS")
-}
+_OTHERS = {  # other commands' and the test doors'
+    f"{PREFIX}{name}"
+    for name in (
+        "COUNT_WRITES", "FAIL_AT_WRITE", "FUZZ", "KERNELS", "LOCKSTEP_FAULT", "MAILBOX_FAULT", "STOP_AT_WRITE",
+    )
+}  # fmt: skip
 _NEAR = 0.75  # likeness from which an unknown variable is taken for a slip of the pen
 
 

@@ -15,6 +15,7 @@ from ..checkpoint.container import TensorEntry
 from ..checkpoint.digest import digest_bytes
 from ..checkpoint.directory import MAX_JSON, read_json
 from ..checkpoint.errors import InputError
+from ..checkpoint.layouts import ROWS
 from .recipe import Recipe
 from .source import Source
 
@@ -103,3 +104,19 @@ def _first(count: int, ids: Iterable[int]) -> set[int]:
             break
         found.add(number)
     return found
+
+
+def gathered(bands: Iterable[np.ndarray], rows: np.ndarray) -> Iterator[np.ndarray]:
+    """The chosen `rows`, ascending, of a matrix that comes as bands; in bands of whole tile rows, but for the last."""
+    first, ready = 0, []
+    for band in bands:
+        low, high = np.searchsorted(rows, (first, first + len(band)))
+        ready.append(band[rows[low:high] - first])
+        first += len(band)
+        if (count := sum(map(len, ready))) >= len(band):
+            joined, whole = np.concatenate(ready), count // ROWS * ROWS
+            ready = [joined[whole:]]
+            if whole:
+                yield joined[:whole]
+    if (left := np.concatenate(ready)).size:
+        yield left

@@ -15,7 +15,7 @@ import msgspec
 
 from ..checkpoint.digest import BLOCK
 from ..checkpoint.errors import InputError
-from ..checkpoint.stage import AtomicFile, disk_errors, sync_directory, write_event
+from ..checkpoint.stage import NO_JSON, AtomicFile, disk_errors, sync_directory, write_event
 from .hub import RemoteFile, Stopped
 
 
@@ -75,7 +75,7 @@ class LocalFile:
             return 0, "not a plain file"
         try:
             record = msgspec.json.decode(self.sidecar.read_bytes(), type=PartialRecord)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *NO_JSON):
             return 0, "no record of what it is part of"
         if (record.digest_kind, record.digest, record.size) != (
             self.remote.digest_kind,

@@ -5,7 +5,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +35,8 @@ from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
-from .draft_head import DraftHead
+from .draft_head import DraftHead, gathered
+from .facts import load_facts, save_facts, source_fingerprint
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .quantisers import QUANTISERS, Quantiser
 from .quantisers.encoders import Encoder, choose_encoder
@@ -129,22 +130,6 @@ def _global_scales(plan: ConversionPlan, facts: SourceFacts, quantiser: Quantise
         except InputError as error:
             raise InputError(f"{part.origin.path}: {name}: {error}") from None
     return found
-
-
-def gathered(bands: Iterable[np.ndarray], rows: np.ndarray) -> Iterator[np.ndarray]:
-    """The chosen `rows`, ascending, of a matrix that comes as bands; in bands of whole tile rows, but for the last."""
-    first, ready = 0, []
-    for band in bands:
-        low, high = np.searchsorted(rows, (first, first + len(band)))
-        ready.append(band[rows[low:high] - first])
-        first += len(band)
-        if (count := sum(map(len, ready))) >= len(band):
-            joined, whole = np.concatenate(ready), count // ROWS * ROWS
-            ready = [joined[whole:]]
-            if whole:
-                yield joined[:whole]
-    if (left := np.concatenate(ready)).size:
-        yield left
 
 
 class _Converter:
@@ -361,7 +346,11 @@ def convert(
     with ThreadPoolExecutor(1) as aside:  # numba takes a second to load, in which the source can be read
         nbytes = sum(part.origin.nbytes for part in words)
         loading = aside.submit(choose_encoder, recipe.quantiser, arithmetic, device, nbytes)
-        facts = scan(source, workers, advance)
+        made_from = source_fingerprint(source)
+        kept = load_facts(target, source, made_from)
+        facts = kept or scan(source, workers, advance)
+    if kept is not None:
+        advance(source.nbytes)
     encoder = loading.result()
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
@@ -375,6 +364,8 @@ def convert(
         converter = _Converter(plan, facts, encoder, global_scales, workers, advance, recipe.max_flushed_share)
         digests: dict[str, str] = {}
         with disk_errors(target):
+            if kept is None:
+                save_facts(target, facts, made_from)
             for name, tensors in plan.files:
                 note = stage.resume(name)
                 if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import InputError, one_line
 from ..model.config import ModelConfig
 from ..model.inventory import TensorSpec, inventory
 from .quantisers import QUANTISERS
@@ -118,7 +118,9 @@ def recorded_recipe(resolved: Any, where: str) -> Recipe:
     try:
         recipe = msgspec.convert(resolved, Recipe, strict=True)
     except msgspec.ValidationError as error:
-        raise InputError(f"{where}: holds no recipe of this duovolt ({error}); name one with --recipe.") from None
+        raise InputError(
+            f"{where}: holds no recipe of this duovolt ({one_line(error)}); name one with --recipe."
+        ) from None
     _require_sense(recipe, where)
     return recipe
 
@@ -138,8 +140,8 @@ def load_recipe(name_or_path: str) -> Recipe:
         recipe = msgspec.convert(tomllib.loads(text), Recipe)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name_or_path}: {getattr(error, 'strerror', None) or error}.") from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise InputError(f"recipe {name_or_path}: {error}.") from None
+    except (ValueError, msgspec.ValidationError, RecursionError) as error:  # a number of thousands of digits, too
+        raise InputError(f"recipe {name_or_path}: {one_line(error)}.") from None
     _require_sense(recipe, name_or_path)
     if recipe.draft_head_tokens is not None:  # as the recipe's author sees it: beside the recipe
         beside = Path(name_or_path).parent / recipe.draft_head_tokens

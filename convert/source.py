@@ -18,7 +18,7 @@ from ..checkpoint.directory import DOWNLOAD_RECORD, Checkpoint
 from ..checkpoint.download_record import read_record
 from ..checkpoint.encodings import PLAIN_OF_DTYPE, PartName
 from ..checkpoint.encodings.plain import to_float32
-from ..checkpoint.errors import CheckFailed, InputError
+from ..checkpoint.errors import CheckFailed, InputError, naming
 from ..checkpoint.manifest import FileRecord, has_manifest
 from ..checkpoint.sources import SourceForm, read_form, without_quantisation
 from ..checkpoint.sources.base import SourceWeight
@@ -261,7 +261,7 @@ def _scan_file(source: Source, file: str, advance: Advance) -> tuple[FileRecord,
     header = source.checkpoint.headers[file]
     whole = xxhash.xxh3_128()
     data_start = min((entry.begin for entry in header.tensors.values()), default=header.size)
-    with header.path.open("rb") as handle:
+    with naming(header.path), header.path.open("rb") as handle:
         whole.update(handle.read(data_start))
 
     def seen(block: memoryview) -> None:

@@ -66,7 +66,12 @@ class Module:
         self._shared: dict[str, int] = {}
 
     def launch(
-        self, name: str, blocks: Grid, threads: int, arguments: tuple[Argument, ...], shared_bytes: int = 0
+        self,
+        name: str,
+        blocks: Grid,
+        threads: int,
+        arguments: tuple[Argument, ...],
+        shared_bytes: int = 0,
     ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
@@ -80,11 +85,8 @@ class Module:
         self._call("cuCtxPushCurrent", self._context)
         try:
             function = self._function(name, shared_bytes)
-            self._call(
-                "cuLaunchKernel",
-                *(function, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0),
-                what=f"launching {name}",
-            )
+            where = (*grid, threads, 1, 1, shared_bytes, stream)
+            self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
         finally:
             self._call("cuCtxPopCurrent")
 

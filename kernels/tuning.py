@@ -16,8 +16,12 @@ import torch
 from ..checkpoint.errors import InputError
 from .build import cache_directory, write_atomically
 
-STAGES = {"nvfp4": 4, "fp8": 3, "half": 3}  # of each warp's ring of copies, as in csrc/encodings.cuh
-STAGE_BYTES = {"nvfp4": 4 * 288, "fp8": 4 * 544, "half": 4 * 1056}  # four tiles with the padding that spreads the banks
+STAGES = {"nvfp4": 2, "fp8": 3, "half": 2}  # of each warp's ring of copies, as in csrc/encodings.cuh
+STAGE_BYTES = {
+    "nvfp4": 8 * 288,
+    "fp8": 4 * 544,
+    "half": 4 * 1056,
+}  # a turn's tiles with the padding that spreads the banks
 _WARPS = 8
 _PADDED_BAND = 33  # floats a row of the warps' sums
 MOST_STAGES = 8
@@ -28,7 +32,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the decode linear runs on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
-    all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs; wrong results.
+    all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs, with wrong results.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -52,7 +56,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
-        sums = _WARPS * tokens * _PADDED_BAND * 4
+        sums = (_WARPS + 1) * tokens * _PADDED_BAND * 4
         if int(arch.partition("_")[2]) < 80:
             return sums
         names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]

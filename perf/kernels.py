@@ -142,13 +142,13 @@ def measure(
             with forced_arch(arch):
                 prepare(device)
                 for count in tokens:
-                    seconds = time_graph(_launches(case, sets, count, device))
+                    seconds = time_graph(launches(case, sets, count, device))
                     rows.append(Row(case.name, arch, count, nbytes, seconds, floor, cublas[count]))
         del sets, weights
     return rows
 
 
-def _launches(case: Case, sets: list[list[Weight]], tokens: int, device: torch.device) -> list[Callable[[], object]]:
+def launches(case: Case, sets: list[list[Weight]], tokens: int, device: torch.device) -> list[Callable[[], object]]:
     columns = case.matrices[0][2]
     x = torch.randn(tokens, columns, device=device).half()
     if case.swiglu:

@@ -62,6 +62,11 @@ class Specimen:
         return self.form.files(self.model)
 
     @property
+    def identity(self) -> str:
+        """Digest of what decides the bytes."""
+        return digest_json([self.config, self.release, None if self.sparse else self.seed])
+
+    @property
     def nbytes(self) -> int:
         return sum(item.tensor.nbytes for _, items in self.files() for item in items)
 
@@ -125,8 +130,7 @@ def write_source(target: Path, specimen: Specimen, workers: int, advance: Advanc
     files, total = specimen.files(), specimen.nbytes
     if not target.exists():
         require_space(target, 0 if specimen.sparse else total)
-    identity = digest_json([specimen.config, specimen.release, None if specimen.sparse else specimen.seed])
-    with StageDirectory(target, f"synthetic checkpoint {identity}") as stage, disk_errors(target):
+    with StageDirectory(target, f"synthetic checkpoint {specimen.identity}") as stage, disk_errors(target):
         if specimen.sparse:
             for name, items in files:
                 _write_sparse(stage, name, items)
@@ -162,7 +166,7 @@ def write_stages(
 
     Earlier stages lie in a hidden directory beside `target` while they are needed.
     """
-    aside = target.with_name(f".{target.name}.synth")
+    aside = target.with_name(f".{target.name}.synth-{specimen.identity[:12]}")
     if target.exists() and any(target.iterdir()) and not aside.exists():
         raise InputError(f"{target}: not empty. Choose a new directory.")
     source, converted = aside / "source", target if tp is None else aside / "converted"

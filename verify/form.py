@@ -1,6 +1,7 @@
 """Headers and index in the very form in which they are written: what no tensor's digest covers is covered byte for byte."""
 
 from ..checkpoint.directory import INDEX, Checkpoint, index_bytes
+from ..checkpoint.errors import naming
 from ..checkpoint.files import file_metadata
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.writer import Planned, encode_header
@@ -17,7 +18,7 @@ def check_form(checkpoint: Checkpoint, manifest: Manifest, proof: Proof) -> None
     for header in checkpoint.headers.values():
         tensors = [Planned(entry.name, entry.dtype, entry.shape) for entry in header.tensors.values()]
         wanted = encode_header(tensors, metadata)
-        with header.path.open("rb") as handle:
+        with naming(header.path), header.path.open("rb") as handle:
             if handle.read(len(wanted)) != wanted:
                 proof.fail("its header is not in the form in which it is written: it was edited", file=str(header.path))
     total = sum(entry.nbytes for entry in checkpoint.tensors.values())

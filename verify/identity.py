@@ -10,6 +10,8 @@ from ..checkpoint.manifest import DRAFT_HEAD, Manifest, TensorRecord
 from ..model.inventory import DRAFT_IDS
 from .report import Proof, Report
 
+DECIDES_NOTHING = "max_flushed_share"  # a limit that stops a conversion, and changes no byte of one that went through
+
 
 def prove_identity(source: Checkpoint, manifest: Manifest, counts: dict[str, int], report: Report) -> None:
     """The id is the digest of format, family, recipe, source tensors and side files (docs/checkpoint.md, `conversion_id`).
@@ -28,7 +30,7 @@ def prove_identity(source: Checkpoint, manifest: Manifest, counts: dict[str, int
     parts: dict[str, Any] = {
         "format_version": manifest.format_version,
         "family": manifest.family,
-        "recipe": manifest.recipe,
+        "recipe": {key: value for key, value in manifest.recipe.items() if key != DECIDES_NOTHING},
         "tensors": tensors,
         "side_files": {name: digest_file(source.path / name) for name in source.side_files},
     }

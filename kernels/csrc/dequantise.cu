@@ -1,20 +1,22 @@
 // Tiles to plain fp16, for products with more tokens than the decode linear takes: out[r, c] = W[r, c] * s[r] * factor.
 #include "encodings.cuh"
 
+constexpr int kTiles = 4; // that a warp takes
+
 // A warp takes four tiles of one band, four rows at a time: eight lanes a row, each half a row of a tile, so that a row's
 // 64 columns are written as one run of 128 bytes. Bands from first_band on go to out [32 * gridDim.y, 16 * groups].
 template <class Weight>
 __device__ __forceinline__ void dequantise(const Matrix &matrix, unsigned short *out, int groups, int first_band,
                                            float factor) {
     const int lane = threadIdx.x % 32;
-    const int group = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kTurn + lane % 8 / 2;
+    const int group = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * kTiles + lane % 8 / 2;
     if (group >= groups) {
         return;
     }
     const int band = first_band + blockIdx.y;
     const size_t tile = static_cast<size_t>(band) * groups + group;
     if (Weight::kBlocks) {
-        const int block = band / matrix.block_bands * matrix.block_columns + group / kTurn / matrix.block_turns;
+        const int block = band / matrix.block_bands * matrix.block_columns + group / kTiles / matrix.block_turns;
         factor *= matrix.block_scales[block];
     }
     factor *= Weight::kUnit;

@@ -1,6 +1,6 @@
 // What one lane holds of one row of a tile, for each encoding: 16 values times a power of two, as fp16 pairs.
 //
-// kBytes: of a row of a tile. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
+// kBytes: of a row of a tile. kTurn: tiles that a warp takes at a time. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
 // such that the lanes' reads of four tiles meet all banks. kStages: of the ring of such tiles. `load` reads global memory,
 // `take` a tile in shared memory; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
 // `arrange` the activations of eight columns in the same order. `drop_lower` puts columns
@@ -12,14 +12,17 @@
 #include "shared.cuh"
 #include "volta.cuh"
 
+#ifndef NVFP4_TURN
+#define NVFP4_TURN 8
+#endif
 #ifndef NVFP4_STAGES
-#define NVFP4_STAGES 4
+#define NVFP4_STAGES 2
 #endif
 #ifndef FP8_STAGES
 #define FP8_STAGES 3
 #endif
 #ifndef HALF_STAGES
-#define HALF_STAGES 3
+#define HALF_STAGES 2
 #endif
 
 struct Nvfp4 {
@@ -27,6 +30,7 @@ struct Nvfp4 {
     static constexpr float kUnit = 256.0f;
     static constexpr bool kBlocks = false, kGroupScales = true;
     static constexpr int kTileStride = kRows * kBytes + kRows; // the tile's scales behind its codes
+    static constexpr int kTurn = NVFP4_TURN;
     static constexpr int kStages = NVFP4_STAGES;
 
     uint2 codes;
@@ -65,6 +69,7 @@ struct Fp8 {
     static constexpr float kUnit = 256.0f;
     static constexpr bool kBlocks = false, kGroupScales = false;
     static constexpr int kTileStride = kRows * kBytes + 32;
+    static constexpr int kTurn = 4;
     static constexpr int kStages = FP8_STAGES;
 
     uint4 values;
@@ -110,6 +115,7 @@ struct Half {
     static constexpr float kUnit = 1.0f;
     static constexpr bool kBlocks = false, kGroupScales = false;
     static constexpr int kTileStride = kRows * kBytes + 32;
+    static constexpr int kTurn = 4;
     static constexpr int kStages = HALF_STAGES;
 
     uint4 low, high; // columns 0..7 and 8..15: halves of a tile, each [32 lanes, 16 bytes]

@@ -1,6 +1,6 @@
 // Decode linear: y[T, N] = x[T, K] W[N, K]^T for T = 1..24, several matrices a launch, with what follows them.
 //
-// A block owns bands of 32 rows of W and splits K over its warps, whose sums are added in the order of the warps, in
+// A block owns bands of 32 rows of W and splits K over its eight warps, whose sums are added in the order of the warps, in
 // shared memory. A token's bits depend on its own row of x and on W alone: every output is the same chain of FP32
 // additions for every T and every grid, and no sum is atomic. docs/kernels.md says why it is cut this way.
 #pragma once
@@ -39,8 +39,9 @@ __device__ __forceinline__ unsigned short saturated(float value, unsigned *overf
     return static_cast<unsigned short>(half_bits(value));
 }
 
-// Sums of one band, a warp's part each. One word of padding a row, against lanes that would meet in one bank.
-template <int kTiles> using Partial = float[kWarps][kTiles * kTokens][kRows + 1];
+// Sums of one band, a warp's part each, then the gates of SwiGLU. One word of padding a row, against lanes that would meet
+// in one bank.
+template <int kTiles> using Partial = float[kWarps + 1][kTiles * kTokens][kRows + 1];
 
 // The products of one warp with one band.
 template <class Weight, int kTiles, bool kAhead>
@@ -50,7 +51,7 @@ __device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &t
     const int warp = threadIdx.x / 32;
     float sum[kTiles][8] = {};
 #pragma unroll 1
-    for (int turn = warp; turn < (task.groups + kTurn - 1) / kTurn; turn += kWarps) {
+    for (int turn = warp; turn < walk.ahead.turns(); turn += kWarps) {
         if (Weight::kBlocks) {
             const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
             const float scale = __ldg(matrix.block_scales + block);
@@ -100,35 +101,53 @@ __device__ __forceinline__ void store(const Task &task, const Matrix &matrix, in
     }
 }
 
+// Brings what `finish` will read near: from memory it would come late, at the very end.
+__device__ __forceinline__ void prefetch_rest(const Task &task, const Matrix &matrix, int band) {
+    const int row = band * kRows;
+    if (threadIdx.x == 0 && matrix.scale_stride == 1) {
+        prefetch(matrix.scale + row);
+    }
+    if (matrix.residual != nullptr && threadIdx.x < task.tokens) {
+        prefetch(matrix.residual + static_cast<size_t>(threadIdx.x) * matrix.out_stride + row);
+    }
+}
+
+// What follows the product: one band's outputs, or its gates.
+template <class Weight, int kTiles>
+__device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, int band, int part,
+                                       Partial<kTiles> &partial) {
+    for (int index = threadIdx.x; index < task.tokens * kRows; index += blockDim.x) {
+        const int token = index / kRows, band_row = index % kRows, row = band * kRows + band_row;
+        if (row < matrix.rows) {
+            const float value = total<Weight, kTiles>(partial, matrix, token, band_row, row);
+            float &gate = partial[kWarps][token][band_row];
+            if (task.epilogue != kSwiglu) {
+                store(task, matrix, token, row, value);
+            } else if (part == 0) {
+                gate = value / (1.0f + expf(-value));
+            } else {
+                store(task, matrix, token, row, gate * value);
+            }
+        }
+    }
+}
+
 template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes <= 16 && !Weight::kBlocks>
 __device__ __forceinline__ void run(const Task &task, Items items) {
     Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
-    constexpr int kMine = kTiles * kTokens * kRows / (kWarps * 32); // outputs of a thread and band
     Turns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
-        float gate[kMine] = {};
 #pragma unroll 1
         for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
             int band;
             const Matrix &matrix = matrix_of(task, item, part, band);
+            if (kTiles < 3) { // for three, its registers would be one too many on sm_70
+                prefetch_rest(task, matrix, band);
+            }
             multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
             __syncthreads();
-#pragma unroll
-            for (int mine = 0; mine < kMine; ++mine) {
-                const int index = mine * kWarps * 32 + threadIdx.x;
-                const int token = index / kRows, row = band * kRows + index % kRows;
-                if (token < task.tokens && row < matrix.rows) {
-                    const float value = total<Weight, kTiles>(partial, matrix, token, index % kRows, row);
-                    if (task.epilogue != kSwiglu) {
-                        store(task, matrix, token, row, value);
-                    } else if (part == 0) {
-                        gate[mine] = value / (1.0f + expf(-value));
-                    } else {
-                        store(task, matrix, token, row, gate[mine] * value);
-                    }
-                }
-            }
+            finish<Weight, kTiles>(task, matrix, band, part, partial);
             __syncthreads(); // before the next band's sums
         }
     }

@@ -5,22 +5,27 @@
 #include "linear_task.cuh"
 
 template <class Weight, int kTiles> struct AmpereTurns {
+    static constexpr int kTurn = Weight::kTurn;
     static constexpr int kStages = Weight::kStages;
     static constexpr int kStageBytes = kTurn * Weight::kTileStride;
     static constexpr int kTileBytes = kRows * Weight::kBytes;
     static constexpr int kTurnBytes = kTurn * kTileBytes;
 
-    Walk ahead;
+    Walk<kTurn> ahead;
     const unsigned char *words, *scales; // of this lane, in the turn to load next
     const unsigned char *x;              // this lane's tile of its token of the first token tile, in the band's next turn
     int x_tiles;                         // from that tile on; none for a lane without a token
     SharedAddress ring, stage, free;     // of this warp: the stage to multiply next, and the one to fill next
+    int lane, to, scales_to, from;       // offsets in a stage: of this lane's copies, and of what it multiplies
 
     __device__ AmpereTurns(const Task &task, Items items, unsigned char *shared)
         : ahead(task, items), ring(shared_address(shared + threadIdx.x / 32 * kStages * kStageBytes)), stage(ring),
-          free(ring) {
+          free(ring), lane(kept(threadIdx.x % 32)), to(kept(place(lane))),
+          // Scales: 16 bytes for each of the first lanes, two lanes a tile.
+          scales_to(kept(lane / 2 * Weight::kTileStride + kTileBytes + lane % 2 * 16)),
+          from(kept(lane % 4 * Weight::kTileStride)) {
         find_band();
-#pragma unroll
+#pragma unroll 1 // a new launch finds no instructions in the caches: short code starts sooner
         for (int count = 0; count < kStages - 1; ++count) {
             load();
             free += kStageBytes;
@@ -30,7 +35,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
 
     // Back to the warp's first turn: every band has the same.
     __device__ void rewind_x() {
-        const int first = threadIdx.x / 32 * kTurn + threadIdx.x % 4, token = threadIdx.x % 32 / 4;
+        const int first = static_cast<int>(threadIdx.x / 32) * kTurn + lane % 4, token = lane / 4;
         x = reinterpret_cast<const unsigned char *>(ahead.task.x) + (token * ahead.task.groups + first) * 2 * kColumns;
         x_tiles = ahead.task.groups - first;
     }
@@ -42,7 +47,6 @@ template <class Weight, int kTiles> struct AmpereTurns {
 
     __device__ void find_band() {
         if (!ahead.done()) {
-            const int lane = threadIdx.x % 32;
             const long long tile = ahead.first_tile + ahead.turn * kTurn;
             words = ahead.words + tile * kTileBytes + lane * 16;
             scales = ahead.group_scales + tile * kRows + lane * 16;
@@ -53,10 +57,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
     __device__ void load() {
 #ifndef ABLATE_LOADS
         if (!ahead.done()) {
-            const int lane = threadIdx.x % 32;
-            const SharedAddress own = free + place(lane);
-            // Scales: 16 bytes for each of eight lanes, two lanes a tile.
-            const SharedAddress own_scales = free + lane / 2 * Weight::kTileStride + kTileBytes + lane % 2 * 16;
+            const SharedAddress own = free + to, own_scales = free + scales_to;
             const int tiles = ahead.task.groups - ahead.turn * kTurn; // that there are from here on
             if (tiles >= kTurn) {
 #pragma unroll
@@ -104,26 +105,29 @@ template <class Weight, int kTiles> struct AmpereTurns {
     __device__ static int row(int lane, int i) { return i / 4 * 16 + i / 2 % 2 * 8 + lane / 4; }
 
     // Adds the products of a warp's next turn, which is turn `turn` of the band. Lane (g, q) = (lane / 4, lane % 4) holds
-    // tile q of the turn, for token g and for the rows g, g + 8, g + 16 and g + 24. A product takes four columns of each
-    // of the four tiles: the order of columns within a product is free as long as both sides agree.
+    // tile q of each four, for token g and for the rows g, g + 8, g + 16 and g + 24. A product takes four columns of each
+    // of four tiles: the order of columns within a product is free as long as both sides agree.
     __device__ void multiply(float (&sum)[kTiles][8], int turn) {
-        const int lane = threadIdx.x % 32;
-        uint4 own[kTiles][2];
+        uint4 own[kTurn / 4][kTiles][2];
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-            own[tile][0] = own[tile][1] = {};
+        for (int four = 0; four < kTurn / 4; ++four) {
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+                own[four][tile][0] = own[four][tile][1] = {};
 #ifndef ABLATE_LOADS
-            if (x_tiles > 0 && tile * kTokens + lane / 4 < ahead.task.tokens) {
-                const unsigned char *row = x + tile * kTokens * 2 * kColumns * ahead.task.groups;
-                own[tile][0] = read_now(row);
-                own[tile][1] = read_now(row + 16);
-            }
+                if (x_tiles > four * 4 && tile * kTokens + lane / 4 < ahead.task.tokens) {
+                    const unsigned char *row =
+                        x + tile * kTokens * 2 * kColumns * ahead.task.groups + four * 4 * 2 * kColumns;
+                    own[four][tile][0] = read_now(row);
+                    own[four][tile][1] = read_now(row + 16);
+                }
 #endif
+            }
         }
         wait_copies<kStages - 2>();
         __syncwarp(); // the copies of the other lanes, too
         load();       // into the stage that the last turn left
-        const SharedAddress words_now = stage + lane % 4 * Weight::kTileStride;
+        const SharedAddress words_now = stage + from;
         free = stage;
         stage = stage + kStageBytes == ring + kStages * kStageBytes ? ring : stage + kStageBytes;
         x += kWarps * kTurn * 2 * kColumns;
@@ -132,9 +136,18 @@ template <class Weight, int kTiles> struct AmpereTurns {
             rewind_x();
         }
 #pragma unroll
+        for (int four = 0; four < kTurn / 4; ++four) {
+            multiply_four(sum, words_now + four * 4 * Weight::kTileStride, own[four]);
+        }
+    }
+
+    // Adds the products with four tiles.
+    __device__ void multiply_four(float (&sum)[kTiles][8], SharedAddress words_now, const uint4 (&own)[kTiles][2]) {
+        uint4 x_now[kTiles][2];
+#pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-            own[tile][0] = Weight::arrange(own[tile][0]);
-            own[tile][1] = Weight::arrange(own[tile][1]);
+            x_now[tile][0] = Weight::arrange(own[tile][0]);
+            x_now[tile][1] = Weight::arrange(own[tile][1]);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -143,7 +156,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
 #ifdef ABLATE_ARITHMETIC
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
-                sum[tile][half] += __int_as_float(upper.mix() ^ lower.mix() ^ own[tile][0].x ^ own[tile][1].y);
+                sum[tile][half] += __int_as_float(upper.mix() ^ lower.mix() ^ x_now[tile][0].x ^ x_now[tile][1].y);
             }
 #else
             upper.prepare();
@@ -155,7 +168,7 @@ template <class Weight, int kTiles> struct AmpereTurns {
                 lower.quarter(j, a1, a3);
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile) {
-                    const uint4 &part = own[tile][j / 2];
+                    const uint4 &part = x_now[tile][j / 2];
                     multiply_16x8(sum[tile] + 4 * half, a0, a1, a2, a3, j % 2 ? part.z : part.x,
                                   j % 2 ? part.w : part.y);
                 }

@@ -4,9 +4,8 @@
 
 constexpr int kRows = 32;    // rows of a band: the lanes of a warp
 constexpr int kColumns = 16; // columns of a tile: one nvfp4 group
-constexpr int kTurn = 4;     // tiles that a warp takes at a time
 constexpr int kTokens = 8;   // tokens of one tensor-core product
-constexpr int kWarps = 8;    // parts of K: they fix the order of additions, and so the bits
+constexpr int kWarps = 8;    // of an item, parts of K: they fix the order of additions, and so the bits
 constexpr int kMatrices = 8; // of one launch
 
 enum Encoding { kNvfp4, kFp8, kFp8Blocks, kHalf };
@@ -58,8 +57,9 @@ struct Items {
     int first, end, step;
 };
 
-// The turns of one warp through its block's bands, in order. Loads walk it ahead of the products, across bands too.
-struct Walk {
+// The turns of one warp through its block's bands, in order: kTurn tiles each. Loads walk it ahead of the products, across
+// bands too.
+template <int kTurn> struct Walk {
     const Task &task;
     const Items items;
     int item, part, turn;
@@ -67,7 +67,7 @@ struct Walk {
     long long first_tile; // of the band
 
     __device__ Walk(const Task &task, Items items)
-        : task(task), items(items), item(items.first), part(0), turn(threadIdx.x / 32) {
+        : task(task), items(items), item(items.first), part(0), turn(static_cast<int>(threadIdx.x / 32)) {
         if (turn >= turns()) {
             item = items.end; // a warp without work
         }
@@ -83,7 +83,7 @@ struct Walk {
         if (turn < turns()) {
             return false;
         }
-        turn = threadIdx.x / 32;
+        turn = static_cast<int>(threadIdx.x / 32);
         if (task.epilogue != kSwiglu || part == 1) {
             item += items.step;
             part = 0;

@@ -6,10 +6,14 @@
 
 // kAhead: the next turn is loaded before this one is multiplied, for twice the registers.
 template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
-    Walk ahead;
-    Weight next[kTurn];
+    static constexpr int kTurn = 4;
 
-    __device__ VoltaTurns(const Task &task, Items items, unsigned char *) : ahead(task, items) {
+    Walk<kTurn> ahead;
+    Weight next[kTurn];
+    int lane;
+
+    __device__ VoltaTurns(const Task &task, Items items, unsigned char *)
+        : ahead(task, items), lane(kept(threadIdx.x % 32)) {
         if (kAhead) {
             load();
         }
@@ -19,7 +23,6 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
         if (ahead.done()) {
             return;
         }
-        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int step = 0; step < kTurn; ++step) {
             const int group = ahead.turn * kTurn + step;
@@ -43,7 +46,6 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
     // Adds the products of a warp's next turn, which is turn `turn` of the band.
     __device__ void multiply(float (&sum)[kTiles][8], int turn) {
         const Task &task = ahead.task;
-        const int lane = threadIdx.x % 32;
         const int own_token = lane % 4 + lane / 16 * 4;
         Weight now[kTurn];
         if (!kAhead) {
@@ -71,8 +73,8 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
 #ifndef ABLATE_LOADS
                 if (token < task.tokens && group < task.groups) {
                     const uint4 *row = reinterpret_cast<const uint4 *>(task.x) + (token * task.groups + group) * 2;
-                    low = __ldg(row);
-                    high = __ldg(row + 1);
+                    low = kTiles == 3 ? read_now(row) : __ldg(row); // three tiles' loads at once would not fit
+                    high = kTiles == 3 ? read_now(row + 1) : __ldg(row + 1);
                 }
 #endif
 #ifdef ABLATE_ARITHMETIC

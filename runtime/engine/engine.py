@@ -97,6 +97,12 @@ class Engine:
             self._release(lane)
             self._finish_event(lane.request, "cancelled")
 
+    def admit(self) -> list[TokenEvent]:
+        """Give free lanes to waiting requests at once; the events that say so, and those that no step has given yet."""
+        self._admit()
+        events, self._events = self._events, []
+        return events
+
     def has_work(self) -> bool:
         """True if a step would do anything."""
         return bool(self._waiting or self._order or self._events)
@@ -115,6 +121,7 @@ class Engine:
             kind = "round"
             self._round(decoding)
         self._prefilled_last = kind == "prefill"
+        self._admit()  # lanes that have just come free
         events, self._events = self._events, []
         return step_record(kind, events, self.cache, len(self._waiting)), events
 

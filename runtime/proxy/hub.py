@@ -28,6 +28,7 @@ class Counters:
     cancelled: int = 0
     failed: int = 0
     rejected: int = 0
+    expired: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     proposed: int = 0
@@ -134,7 +135,7 @@ class Hub:
         opened.events.put_nowait(
             ApiError(503, message, kind="server_error", code="queue_timeout", retry_after=self.retry_after)
         )
-        self.release(opened, complete=False)
+        self._leave(opened, "expired")
 
     def abort(self, name: str) -> int:
         """End the answers of that name with an error to their readers; how many there were."""
@@ -149,11 +150,15 @@ class Hub:
 
         `complete`: it has all it wanted (a stop string came); otherwise its client has left.
         """
+        self._leave(opened, "finished" if complete else "cancelled")
+
+    def _leave(self, opened: OpenRequest, outcome: str) -> None:
+        """Out of the table before the ranks are done with it, unless it is out already."""
         if self._open.pop(opened.request.request_id, None) is None:
             return
-        if complete:
+        if outcome == "finished":
             opened.finish = "stop"
-        self._close(opened, "finished" if complete else "cancelled")
+        self._close(opened, outcome)
         if self.send is not None:
             self.send(CancelRequest(opened.request.request_id))
 
@@ -213,6 +218,8 @@ class Hub:
                 self.counters.cancelled += 1
             case "failed":
                 self.counters.failed += 1
+            case "expired":
+                self.counters.expired += 1
         self.meters.count_answer(opened, time.monotonic())
 
     def _forget(self, now: float) -> None:

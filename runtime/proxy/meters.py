@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from .opened import OpenRequest
 
+_QUEUE = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _PER_TOKEN = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 _WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
@@ -21,6 +22,7 @@ class Meters:
         self._responses = Counter(
             "duovolt_http_responses", "HTTP answers by path and status", ("path", "status"), registry=self.registry
         )
+        self._queue = self._histogram("queue_seconds", "request to its lane", _QUEUE)
         self._first_token = self._histogram("first_token_seconds", "request to first token", _FIRST_TOKEN)
         self._per_token = self._histogram("token_seconds", "seconds a token after the first, by answer", _PER_TOKEN)
         self._whole = self._histogram("answer_seconds", "request to last token", _WHOLE)
@@ -41,6 +43,8 @@ class Meters:
         self._prompt.observe(len(opened.request.prompt))
         self._answer.observe(opened.tokens)
         self._whole.observe(now - opened.started)
+        if opened.admitted is not None:
+            self._queue.observe(opened.admitted - opened.started)
         if opened.first is not None:
             self._first_token.observe(opened.first - opened.started)
         if (pace := opened.seconds_per_token) is not None:

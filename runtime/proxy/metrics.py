@@ -16,13 +16,14 @@ _COUNTERS = {
     "cancelled": "answers whose client left",
     "failed": "answers broken off by a fault",
     "rejected": "requests refused because the queue was full",
+    "expired": "answers given up because no lane came free in time",
     "prompt_tokens": "tokens of prompts",
     "completion_tokens": "tokens of answers",
     "proposed": "drafted tokens judged",
     "accepted": "drafted tokens accepted",
     "restarts": "restarts of the ranks",
 }
-_OUTCOMES = ("finished", "cancelled", "failed", "rejected")
+_OUTCOMES = ("finished", "cancelled", "failed", "rejected", "expired")
 
 
 class ServerCollector:

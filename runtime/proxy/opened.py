@@ -19,7 +19,8 @@ class OpenRequest:
 
     `names`: what an abort may say. `patience` gives the request up while it has no lane; `admitted`: when it got one.
 
-    `outcome`: finished, cancelled (its client left) or failed (a fault broke it off); None while it is in the making.
+    `outcome`: finished, cancelled (its client left, or an abort), failed (a fault broke it off) or expired (no lane came
+    free in time); None while it is in the making.
     """
 
     request: GenerateRequest

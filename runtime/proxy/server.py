@@ -15,10 +15,13 @@ import uvicorn
 from starlette.routing import Route
 
 from ...checkpoint.errors import EnvironmentFault
+from ..grammar import prepare
 from .app import Api
+from .connections import PatientProtocol
 from .errors import unavailable
 from .hub import Hub
 from .log_file import LogFile
+from .notify import notify
 from .options import ServeOptions
 from .origins import allow_origins
 from .plan import ServePlan, make_plan
@@ -72,7 +75,7 @@ class _Server:
             Observed(allowed, paths, self._hub.meters, log, plan.options.log_content),
             ssl_certfile=plan.options.tls_cert,
             ssl_keyfile=plan.options.tls_key,
-            http="h11",  # whatever else is installed: it bounds the size of headers
+            http=PatientProtocol,  # whatever else is installed: it bounds the size and the time of a head
             log_level="error",
             access_log=False,
             lifespan="off",
@@ -91,6 +94,8 @@ class _Server:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         ranks = asyncio.create_task(self._supervisor.run())
         stop = asyncio.create_task(self._first_signal.wait())
+        tokenizer = self._plan.tokenizer
+        ready = asyncio.create_task(self.workers.run(prepare, tokenizer.file, tokenizer.size, tokenizer.stop_ids))
         try:
             await asyncio.wait([ranks, http, stop], return_when=asyncio.FIRST_COMPLETED)
             if not ranks.done():
@@ -100,13 +105,15 @@ class _Server:
             self._hub.fail_all(unavailable("the server stopped before the answer was whole", 5))
             self._http.should_exit = True
             stop.cancel()
-            await asyncio.gather(ranks, http, stop, return_exceptions=True)
+            ready.cancel()
+            await asyncio.gather(ranks, http, stop, ready, return_exceptions=True)
         for task in (ranks, http):
             task.result()  # raises what ended it
         return 0
 
     async def _drain(self) -> None:
         """No new requests; running answers may finish, for a while or until the second signal."""
+        notify("STOPPING=1")
         self._hub.draining = True
         for server in self._http.servers:
             server.close()
@@ -141,6 +148,7 @@ class _Server:
             "log": options.log_requests and ("content" if options.log_content else "requests"),
             "api_keys": len(plan.keys),
         }
+        notify("READY=1")
         words = " ".join(f"{name}={value}" for name, value in choices.items() if value is not None)
         scheme = "http" if options.tls_cert is None else "https"
         self._say(f"ready on {scheme}://{f'[{host}]' if ':' in host else host}:{port} {words}")

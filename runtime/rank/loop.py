@@ -22,6 +22,7 @@ class SteppingEngine(Protocol):
 
     def add(self, request: GenerateRequest) -> None: ...
     def cancel(self, request_id: int) -> None: ...
+    def admit(self) -> list[TokenEvent]: ...
     def has_work(self) -> bool: ...
     def step(self) -> tuple[StepRecord, list[TokenEvent]]: ...
 
@@ -82,7 +83,7 @@ class RankLoop:
                     return
 
     def _agree(self, record: StepRecord) -> list[TokenEvent]:
-        """Cancel and admit what the ranks agree on; the ends of requests that are admitted but cannot be read."""
+        """Cancel and admit what the ranks agree on; which requests got a lane by it, and the ends of unreadable ones."""
         bits = self._open[:MASK_BITS]
         mask = sum(1 << bit for bit, request_id in enumerate(bits) if request_id in self._cancels)
         agreement = self._lockstep.agree(record, self._received, mask)
@@ -90,18 +91,19 @@ class RankLoop:
             if agreement.cancel_mask >> bit & 1:
                 self._engine.cancel(request_id)
                 self._cancels.discard(request_id)
-        refusals: list[TokenEvent] = []
+        events: list[TokenEvent] = []
         while self._admitted < agreement.admitted:
             request = self._inbox.popleft()
             self._admitted += 1
             if isinstance(request, Unreadable):
                 assert request.request_id is not None
                 reason = f"the ranks cannot read this request: {request.reason}"
-                refusals.append(TokenEvent(request.request_id, [], [], "error", 0, 0, 0, error=reason))
+                events.append(TokenEvent(request.request_id, [], [], "error", 0, 0, 0, error=reason))
             else:
                 self._open.append(request.request_id)
                 self._engine.add(request)
-        return refusals
+                events += self._engine.admit()  # said now: the next step may read a long prompt
+        return events
 
     def _give_out(self, events: list[TokenEvent]) -> None:
         for event in events:

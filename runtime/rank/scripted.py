@@ -83,17 +83,22 @@ class ScriptedEngine:
     def cancel(self, request_id: int) -> None:
         self._cancelled.add(request_id)
 
+    def admit(self) -> list[TokenEvent]:
+        """Free lanes to waiting requests; the events that say so."""
+        events = []
+        while self._waiting and len(self._running) < self.lanes:
+            lane = self._waiting.popleft()
+            self._running.append(lane)
+            events.append(_event(lane, [], None, admitted=True))
+        return events
+
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
 
     def step(self) -> tuple[StepRecord, list[TokenEvent]]:
         """Cancels, then one prompt is taken in, or each running answer gives its next block."""
-        events = self._cancel()
+        events = self._cancel() + self.admit()
         kind = "idle"
-        while self._waiting and len(self._running) < self.lanes:
-            lane = self._waiting.popleft()
-            self._running.append(lane)
-            events.append(_event(lane, [], None, admitted=True))
         fresh = next((lane for lane in self._running if not lane.prefilled), None)
         if fresh is not None:
             kind, fresh.prefilled = "prefill", True
@@ -102,6 +107,7 @@ class ScriptedEngine:
             kind = "round"
             self._keep_pace(max(lane.delay_seconds for lane in self._running))
             events += [self._advance(lane) for lane in list(self._running)]
+            events += self.admit()
         words = [word for event in events for word in (event.request_id, len(event.tokens), *event.tokens)]
         self._meet(sum(words))
         record = StepRecord(

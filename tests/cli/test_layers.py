@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from duovolt.checkpoint.errors import InputError
+from duovolt.cli import layers
 from duovolt.cli import serve as command
 from duovolt.cli.main import main
 from duovolt.runtime.proxy import server
@@ -106,6 +108,17 @@ def test_a_variable_near_an_option_is_refused_and_another_is_named(
     monkeypatch.setenv("DUOVOLT_LANES", "many")
     with pytest.raises(InputError, match="DUOVOLT_LANES: 'many' is not a whole number, 1 to 4"):
         options("ranks")
+
+
+def test_every_variable_that_the_project_reads_is_known() -> None:
+    root = Path(__file__).parents[2]
+    known = {option.variable for option in command.server_options()} | layers._OTHERS
+    known |= {f"DUOVOLT_{name}" for name in ("CONFIG", "RANKS", "NAME", "MAX_CONTEXT")}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).parts
+        if parts[0] not in ("tests", ".types", ".venv", "build") and parts[0][0] != ".":
+            found = set(re.findall(r"DUOVOLT_[A-Z_]+[A-Z]", path.read_text()))
+            assert found <= known, (path, found - known)
 
 
 def test_what_does_not_go_together_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from duovolt.checkpoint.directory import Checkpoint
 from duovolt.checkpoint.encodings.weights import read_weight
 from duovolt.checkpoint.manifest import DRAFT_HEAD, read_manifest
 from duovolt.cli.main import main
-from duovolt.convert.pipeline import convert, gathered
+from duovolt.convert.draft_head import gathered
+from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import DRAFT_IDS, HEAD

@@ -116,6 +116,7 @@ def test_the_limit_decides_no_byte(source: Path, tmp_path: Path) -> None:
     two = to(source, tmp_path / "two").manifest
     assert one.conversion_id == two.conversion_id
     assert (one.recipe["max_flushed_share"], "max_flushed_share" in two.recipe) == (0.9, False)
+    assert verify(source, tmp_path / "one").ok and verify(source, tmp_path / "two").ok
 
 
 def test_a_resumed_conversion_tells_the_same(source: Path, tmp_path: Path, command: Callable[..., object]) -> None:

@@ -20,6 +20,7 @@ def rewrite_index(repo, change):
 
 
 def test_include_that_leaves_a_shard_out_is_refused_by_name(hub, repo, tmp_path):
+    """D06: the index decides what is needed, whatever its files are called."""
     with pytest.raises(InputError, match=r"--include leaves out layers-22\.safetensors, mtp\.safetensors,"):
         download(REPO, tmp_path / "dst", endpoint=hub.url, include=["model.*", "*.json"])
     assert not (tmp_path / "dst").exists()

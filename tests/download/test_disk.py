@@ -30,6 +30,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_too_small_a_disk_stops_before_the_first_byte(make_repo, hub, small_disk):
+    """D04: need and free are said, nothing is written."""
     make_repo("org/big", (3_000_000, 2_500_000))
     with pytest.raises(EnvironmentFault, match=r"0\.00\d+ GB needed, 0\.004 GB free") as caught:
         download("org/big", small_disk / "dst", endpoint=hub.url)
@@ -92,6 +93,7 @@ def test_replaced_file_keeps_its_mode(hub, repo, tmp_path):
 
 
 def test_temporary_folder_elsewhere_plays_no_part(hub, repo, tmp_path, monkeypatch):
+    """D08: partials stand beside their target."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     download(REPO, tmp_path / "dst", endpoint=hub.url)
     assert (tmp_path / "dst/duovolt-download.json").exists() and not (tmp_path / "nowhere").exists()

@@ -53,6 +53,7 @@ def test_no_bytes_at_all_ends_after_bounded_attempts(hub, expected, tmp_path):
 
 
 def test_server_that_ignores_ranges_restarts_the_file(hub, expected, tmp_path, tree, recorder):
+    """D01: 200 instead of 206 is never appended."""
     hub.faults += [Fault("cut", SHARD, 50_000), Fault("whole", SHARD)]
     fetched(hub, tmp_path / "dst", tree, expected, progress=recorder)
     assert hub.bytes_served(SHARD) == 50_000 + len(expected[SHARD])
@@ -144,6 +145,7 @@ def leave_partial(hub, dst, count):
 
 
 def test_unsatisfiable_range_throws_the_partial_away_once(hub, expected, tmp_path, tree, recorder):
+    """D02: 416 costs the partial once."""
     leave_partial(hub, tmp_path / "dst", 50_000)
     hub.faults.append(Fault("status", SHARD, 416))
     fetched(hub, tmp_path / "dst", tree, expected, progress=recorder)
@@ -152,6 +154,7 @@ def test_unsatisfiable_range_throws_the_partial_away_once(hub, expected, tmp_pat
 
 
 def test_unsatisfiable_range_for_ever_is_no_loop(hub, repo, tmp_path):
+    """D02: and never loops."""
     leave_partial(hub, tmp_path / "dst", 50_000)
     hub.faults.append(Fault("status", SHARD, 416, times=None))
     with pytest.raises(EnvironmentFault, match="416"):

@@ -61,6 +61,7 @@ def test_second_run_hashes_and_asks_for_nothing_but_the_listing(hub, repo, tmp_p
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "longer", "gone"])
 def test_damaged_file_alone_is_fetched_again(hub, expected, tmp_path, tree, recorder, damage):
+    """D03: found by size, then by digest; nothing else is asked for."""
     dst = tmp_path / "dst"
     download(REPO, dst, endpoint=hub.url)
     whole = tree(dst)

@@ -53,6 +53,7 @@ def wait_for(path: Path, size: int, process: subprocess.Popen) -> None:
 
 
 def test_killed_in_mid_file_asks_only_for_the_rest(hub, whole, tmp_path, tree, command, environment):
+    """D01: a killed process's bytes are not fetched twice."""
     dst, size = tmp_path / "dst", len(whole[SHARD])
     hub.faults.append(Fault("slow", SHARD, 60))
     process = subprocess.Popen(command("download", REPO, dst, "--endpoint", hub.url), env=environment)

@@ -31,6 +31,18 @@ def test_prefill_and_rounds_alternate_and_nobody_starves(tools, source) -> None:
     assert kinds == ["round", "prefill"] * 5
 
 
+def test_a_lane_is_told_of_as_soon_as_it_is_taken(tools, source) -> None:
+    engine = tools.engine(source, lanes=1)
+    engine.add(tools.request(1, [1, 2], 2))
+    engine.add(tools.request(2, [1, 2], 2))
+    (first,) = engine.admit()
+    assert first.request_id == 1 and first.admitted and engine.admit() == []
+    events = [engine.step()[1] for _ in range(2)]
+    assert [(event.request_id, event.admitted) for event in events[1]] == [(1, False), (2, True)]
+    run = tools.drive(engine)
+    assert len(run.tokens[2]) == 2 and not any(event.admitted for event in run.events[2])
+
+
 def test_first_come_first_served(tools, source) -> None:
     engine = tools.engine(source, lanes=1)
     run = tools.drive(engine, *(tools.request(n, [n], 5) for n in (7, 3, 5)))
@@ -76,6 +88,7 @@ def test_scoring_a_prompt_without_an_answer(tools, source, drafts: int) -> None:
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode"])
 def test_cancel(tools, source, when: str) -> None:
+    """A01 in the engine: waiting, in the middle of a prompt, or answering."""
     engine = tools.engine(source, prefill_chunk=8)
     if when == "waiting":
         engine.add(tools.request(9, [1], 50))

@@ -57,6 +57,7 @@ def rewrite(directory: Path, change) -> None:
 
 
 def test_a_rank_holds_its_part_of_the_converted_weights(stages: Path) -> None:
+    """S06: what is summed follows from the split records of the files, not from a table of the engine."""
     whole = open_source(stages / "converted")
     ranks = [open_source(stages / "ranks" / f"rank-{rank}-of-2") for rank in (0, 1)]
     assert (whole.tp_size, whole.tp_rank) == (1, 0) and not whole.summed
@@ -160,6 +161,7 @@ def test_a_context_longer_than_the_model_knows(tools) -> None:
 
 
 def test_ids_of_a_tokenizer(tmp_path: Path) -> None:
+    """S09: rows of the head beyond the tokenizer are never sampled; no rank has a row of padding."""
     assert tokenizer_ids(tmp_path, 300) == 300
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 250, "content": "<x>"}]}))

@@ -30,6 +30,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("drawn", ["from q", "forced", "equal to p"])
 def test_the_rule_over_a_vocabulary_of_eight(drawn: str) -> None:
+    """M03: 20,000 draws against p, the accept rate against sum min(p, q)."""
     logits = TARGET.log().float().expand(2, -1)
     guess = {"from q": GUESS, "forced": None, "equal to p": TARGET}[drawn]
     counts, after, accepted = torch.zeros(8), torch.zeros(8), 0

@@ -53,6 +53,7 @@ def speculative(tools, source, states: dict[int, list[Tensor]], fields: dict, **
 
 @pytest.mark.parametrize("drafts", range(6))
 def test_greedy_with_mtp_drafts(tools, drafts: int) -> None:
+    """M02."""
     source = tools.source(seed=11)
     answer, states = plain_states(tools, source)
     run = speculative(tools, source, states, {}, drafts=drafts)
@@ -206,6 +207,7 @@ def test_a_stop_id_inside_a_draft_ends_the_answer(tools) -> None:
 
 
 def test_logprobs_come_from_the_verification(tools) -> None:
+    """M04: the same values and as many as tokens, with drafts and without."""
     source = tools.source(seed=17)
     sampling = SamplingParams(temperature=0.0, logprobs=4)
     runs = [

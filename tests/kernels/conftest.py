@@ -24,7 +24,7 @@ REPLACED = (
     "volta.cuh",
     "ampere.cuh",
 )  # instructions that C++ cannot name: the emulator has them
-HOST_ARCHES = {"volta": 700, "ampere": 800, "ada": 890}
+HOST_ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
 
 
 @dataclass

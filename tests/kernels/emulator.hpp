@@ -28,7 +28,8 @@ struct Index {
     int x, y;
 };
 static thread_local Index threadIdx;
-static Index blockIdx, blockDim, gridDim;
+static thread_local Index blockIdx;
+static Index blockDim, gridDim;
 static pthread_barrier_t block_barrier, warp_barriers[32];
 
 // Every global load is checked: one outside of the inputs may do no harm here, and faults on a GPU.
@@ -52,6 +53,7 @@ inline bool inside(const void *address, size_t bytes) {
 template <class T> T __ldg(const T *address) { return inside(address, sizeof(T)) ? *address : T{}; }
 template <class T> T __ldcs(const T *address) { return __ldg(address); }
 inline void __syncwarp() {} // orders loads for the compiler only
+inline void prefetch(const void *) {}
 inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
 
 inline float from_half(unsigned bits) {
@@ -149,6 +151,7 @@ template <int pending> void wait_copies() {
     pthread_barrier_wait(&warp_barriers[threadIdx.x / 32]); // the __syncwarp that must follow
 }
 
+inline int kept(int value) { return value; }
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
     unsigned result = 0;
@@ -192,10 +195,10 @@ template <class Call> int emulate(int blocks, int blocks_y, int threads, Call ca
         pthread_barrier_init(&warp_barriers[warp], nullptr, 32);
     }
     for (int block = 0; block < blocks * blocks_y; ++block) {
-        blockIdx = {block % blocks, block / blocks};
         std::vector<std::thread> running;
         for (int index = 0; index < threads; ++index) {
             running.emplace_back([=] {
+                blockIdx = {block % blocks, block / blocks};
                 threadIdx.x = index;
                 call();
             });

@@ -104,6 +104,17 @@ def test_later_stages_are_the_real_ones(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "ranks" / "rank-1-of-2").tp_size == 2
 
 
+def test_an_interrupted_run_of_another_seed_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "duovolt", "synth", str(tmp_path / "c"), "--config", "narrow", "--layers", "4",
+               "--stage", "converted", "--quiet"]  # fmt: skip
+    assert subprocess.run(command, env=os.environ | {"DUOVOLT_STOP_AT_WRITE": "40"}, timeout=60).returncode < 0
+    left = [path.name for path in tmp_path.iterdir()]
+    assert left and all(name.startswith(".c.synth-") for name in left)
+    assert synth(tmp_path / "c", "--stage", "converted", "--seed", "1") == 0
+    assert synth(tmp_path / "d", "--stage", "converted", "--seed", "1") == 0
+    assert read_manifest(tmp_path / "c").conversion_id == read_manifest(tmp_path / "d").conversion_id
+
+
 def test_a_killed_run_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "duovolt", "synth", str(tmp_path / "b"), "--config", "narrow", "--layers", "4",
                "--release", "qwen3.8-fp8", "--workers", "2"]  # fmt: skip

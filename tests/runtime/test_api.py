@@ -141,6 +141,7 @@ def test_stream_and_body_and_any_cut_say_the_same(
 
 
 def test_usage_comes_once_at_the_end_if_asked_for(api: LocalApi) -> None:
+    """A04."""
     _, events = say(api, "a</think>b", stream=True, stream_options={"include_usage": True})
     assert events[-2]["choices"] == []
     assert events[-2]["usage"]["completion_tokens"] == 4
@@ -150,6 +151,7 @@ def test_usage_comes_once_at_the_end_if_asked_for(api: LocalApi) -> None:
 
 
 def test_parallel_calls_keep_id_and_name_and_finish_with_tool_calls(api: LocalApi) -> None:
+    """A07 A08."""
     _, body = say(api, f"t</think>{CALL}\n{CALL}", tools=TOOLS)
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -175,6 +177,7 @@ def test_calls_with_lone_surrogates_reach_the_client_streamed_and_whole(api: Loc
 def test_a_stream_that_fails_inside_says_so_and_cancels(
     api: LocalApi, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str
 ) -> None:
+    """A14."""
     monkeypatch.setattr(ChatShape, place, lambda *_: 1 // 0)
     _, events = say(api, "t</think>Hello world", stream=True)
     error = events[-1]["error"]
@@ -185,6 +188,7 @@ def test_a_stream_that_fails_inside_says_so_and_cancels(
 
 
 def test_a_stop_string_ends_the_work_of_the_ranks_too(api: LocalApi) -> None:
+    """A05."""
     status, body = say(api, "t</think>one beta gamma two", stop="beta gamma")
     assert status == 200
     assert body["choices"][0]["message"]["content"] == "one "
@@ -208,6 +212,7 @@ def test_thinking_is_switched_by_template_variables(api: LocalApi) -> None:
 
 
 def test_characters_cut_over_tokens_arrive_whole(api: LocalApi) -> None:
+    """A06."""
     tokens = ids("</think>") + byte_ids("😀한글€".encode())
     _, events = say(api, [[token] for token in tokens], stream=True)
     contents = [event["choices"][0]["delta"].get("content") for event in events[1:-2]]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -19,6 +22,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from duovolt.checkpoint.errors import InputError
+from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
+from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.key import KeyRing, read_keys
 from duovolt.runtime.proxy.log_file import LogFile
 
@@ -78,7 +83,7 @@ def test_metrics_tell_outcomes_tokens_lanes_and_ranks(server: Server) -> None:
     assert after["duovolt_finish_reasons_total"][(("reason", "length"),)] >= 1
     assert grown("duovolt_completion_tokens_total") == tokens
     assert 0 < grown("duovolt_accepted_total") <= grown("duovolt_proposed_total")
-    for name in ("first_token_seconds", "token_seconds", "answer_seconds", "prompt_length_tokens"):
+    for name in ("queue_seconds", "first_token_seconds", "token_seconds", "answer_seconds", "prompt_length_tokens"):
         assert grown(f"duovolt_{name}_count") == 2
     assert grown("duovolt_answer_length_tokens_sum") == tokens
     assert grown("duovolt_step_tokens_sum") == tokens
@@ -253,6 +258,10 @@ def test_tls_by_files(start_server: Start, tmp_path: Path) -> None:
     assert lines[-1] == "data: [DONE]" and any('"content":"Hello' in line for line in lines)
     with pytest.raises(httpx.HTTPError):
         httpx.get(server.url.replace("https", "http") + "/health/live")
+    command = [sys.executable, "-m", "duovolt", "chat", "--url", server.url, "--once", "hi", "--quiet"]
+    for environment, code in (({"SSL_CERT_FILE": str(cert)}, 0), ({}, 3)):
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=30)
+        assert done.returncode == code, done.stderr
     start = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_exit(5) == 0
@@ -311,6 +320,34 @@ def test_a_link_turned_back_and_a_restart_serve_the_previous_conversion(start_se
 def _rank_folders(server: Server) -> set[str]:
     lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in server.rank_pids()]
     return {words[words.index("--dir") + 1] for words in lines}
+
+
+def test_a_request_that_finds_no_lane_in_time_is_counted_by_itself() -> None:
+    async def wait() -> Hub:
+        hub = Hub(lanes=1, max_waiting=1, max_wait_seconds=0.02)
+        sent: list[Any] = []
+        hub.send = sent.append
+        hub.submit([GenerateRequest(0, [1], 9, [], False, SamplingParams())])
+        await asyncio.sleep(0.2)
+        assert [type(message) for message in sent] == [GenerateRequest, CancelRequest]
+        return hub
+
+    hub = asyncio.run(wait())
+    assert (hub.open_count, hub.counters.expired, hub.counters.cancelled, hub.counters.finished) == (0, 1, 0, 0)
+
+
+def test_the_service_manager_hears_of_ready_and_of_stopping(start_server: Start, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        script = write_script(tmp_path / "script.jsonl", QUICK)
+        server = start_server(
+            make_ranks(tmp_path / "ranks", 1), "--backend", f"scripted:{script}", NOTIFY_SOCKET=str(tmp_path / "notify")
+        )
+        assert manager.recv(100) == b"READY=1"
+        server.process.send_signal(signal.SIGTERM)
+        assert manager.recv(100) == b"STOPPING=1"
+        assert server.wait_exit(5) == 0
 
 
 def test_status_is_a_picture_without_words(server: Server) -> None:

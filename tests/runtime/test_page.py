@@ -138,6 +138,13 @@ def test_an_answer_streams_and_its_markdown_is_shown_as_nodes_not_as_html(
     thought.locator("summary").click()
     assert thought.locator("div").is_visible()
     assert re.search(r"tok/s.*% of drafts accepted.*\d+ tokens", answer.locator(".foot").text_content())
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answer.locator("button[data-copy=code]").click()
+    playwright.expect(answer.locator("button[data-copy=code]")).to_have_text("Copied")
+    assert tab.page.evaluate("navigator.clipboard.readText()") == "if a < b:\n    pass"
+    answer.locator("button[data-copy=answer]").click()
+    playwright.expect(answer.locator("button[data-copy=answer]")).to_have_text("Copied")
+    assert tab.page.evaluate("navigator.clipboard.readText()") == MARKDOWN.partition("</think>")[2].lstrip("\n")
     assert tab.page.title() == "ranks"
     assert tab.faults == []
     assert all(address.startswith(server.url) for address in tab.asked)

@@ -53,6 +53,7 @@ def two(folder: Path) -> Iterator[Server]:
 def test_widths_drafts_and_repetitions_give_the_same_greedy_tokens(
     start_server: Start, folder: Path, two: Server, tmp_path: Path
 ) -> None:
+    """M02 through the server."""
     expected = tokens(two, GREEDY)
     assert tokens(two, GREEDY) == expected
     assert two.metric("proposed_total") > 0
@@ -80,6 +81,7 @@ def test_the_server_says_which_model_it_serves(folder: Path, two: Server) -> Non
 
 
 def test_seeds_fix_sampled_answers_whatever_runs_beside(two: Server) -> None:
+    """A15: the same seed, other seeds, none, with another request in flight."""
     sampled = ASK | {"temperature": 1, "max_tokens": 12}
     first = tokens(two, sampled | {"seed": 7})
     beside = threading.Thread(target=tokens, args=(two, sampled | {"max_tokens": 40}))
@@ -88,6 +90,13 @@ def test_seeds_fix_sampled_answers_whatever_runs_beside(two: Server) -> None:
     beside.join(30)
     assert tokens(two, sampled | {"seed": 8}) != first
     assert tokens(two, sampled) != tokens(two, sampled)
+
+
+def test_the_queue_ends_where_reading_the_prompt_begins(two: Server) -> None:
+    with two.client(60) as client:
+        body = {"prompt": "Hello world " * 40, "max_tokens": 2}
+        times = client.post("/v1/completions", json=body).json()["duovolt"]
+    assert 0 < times["queue_ms"] < times["prompt_ms"] / 2
 
 
 def test_echo_scores_the_prompt(two: Server) -> None:

@@ -131,6 +131,7 @@ def test_the_cut_into_blocks_does_not_matter(
     ended: bool,
     raw: bytes,
 ) -> None:
+    """M06: one token stream in blocks of any size."""
     stream = ids("".join(pieces)) + byte_ids(raw) + (ids("<|im_end|>") if ended else [])
     blocks, position = [], 0
     for size in cuts * len(stream):
@@ -183,12 +184,14 @@ def test_decoding_equals_the_tokenizer_librarys(tokenizer: TextTokenizer) -> Non
 
 
 def test_a_character_cut_by_the_length_limit_decodes_as_the_whole_would(tokenizer: TextTokenizer) -> None:
+    """A06."""
     found = read(tokenizer, style(), [byte_ids("ok 😀".encode()[:-1])])
     assert found["content"] == "ok �"
     assert found["finish"] == "length"
 
 
 def test_thinking_ends_inside_a_block_and_loses_nothing(tokenizer: TextTokenizer) -> None:
+    """M05: the end of thinking and a call in one step."""
     block = ids("\nI Write.\n</think>\n\n" + CALL + "<|im_end|>")
     found = read(tokenizer, style(thinking=True, tools=True), [block])
     assert found["reasoning"] == "I Write."
@@ -209,6 +212,7 @@ def test_stop_strings_do_not_act_in_reasoning(tokenizer: TextTokenizer) -> None:
 
 
 def test_without_tools_a_call_is_text(tokenizer: TextTokenizer) -> None:
+    """A09."""
     found = read(tokenizer, style(), [ids(CALL)])
     assert (found["content"], found["calls"]) == (CALL, [])
 
@@ -223,6 +227,7 @@ def test_without_tools_a_call_is_text(tokenizer: TextTokenizer) -> None:
     ],
 )
 def test_what_is_no_call_stays_text_even_with_tools(tokenizer: TextTokenizer, text: str) -> None:
+    """A09."""
     found = read(tokenizer, style(tools=True), [ids(text)])
     assert (found["content"], found["calls"], found["finish"]) == (text, [], "length")
 

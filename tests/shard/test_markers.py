@@ -53,6 +53,7 @@ def check_ranks(converted: Path, ranks: Path, tp: int) -> int:
 @pytest.mark.parametrize("layout", ["v100", "canonical"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_every_rule_every_layout(tmp_path: Path, words: maker.Words, layout: str, tp: int) -> None:
+    """S02, S04: sections and roles decide, on both axes."""
     maker.converted(tmp_path / "converted", maker.config(), words=words, layout=layout, max_shard_bytes=50_000)
     shard(tmp_path / "converted", tmp_path / "ranks", tp)
     assert check_ranks(tmp_path / "converted", tmp_path / "ranks", tp) > 100 * tp

@@ -18,6 +18,7 @@ def ones(weight: str, part: str, shape: tuple[int, ...], dtype: str) -> np.ndarr
 
 
 def test_a_tensor_larger_than_the_memory_used(tmp_path: Path) -> None:
+    """F09: bounded by a constant, whatever the size of a tensor."""
     config = maker.config(num_hidden_layers=1, vocab_size=200_000, hidden_size=512)
     maker.converted(tmp_path / "converted", config, words=ones)
     assert (tmp_path / "converted" / "model-00001-of-00001.safetensors").stat().st_size > 300e6

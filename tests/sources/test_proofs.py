@@ -89,7 +89,7 @@ def test_a_scale_that_is_no_scale_is_not_sane(case: str, value: float, made: Pat
 
 
 def test_scales_are_repeated_where_a_cut_falls_inside_a_tile(made: Path) -> None:
-    """128 x 128 tiles of a [128, 64] matrix cut at row 64: each rank has its half of the one tile, with its scale."""
+    """S10: 128 x 128 tiles of a [128, 64] matrix cut at row 64: each rank has its half of the one tile, and its scale."""
     folder = made / "fp8 blocks, F32 scales"
     for rank in (0, 1):
         manifest = read_manifest(folder / "ranks" / f"rank-{rank}-of-2")

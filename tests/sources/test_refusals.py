@@ -338,7 +338,10 @@ def test_every_contradiction_is_listed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_fused_projection_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a rule that stumbles over it, the closed inventory knows what it is; never is it misread."""
+    """S14: the order of its rows is not known.
+
+    Without a rule that stumbles over it, the closed inventory knows what it is; never is it misread.
+    """
     source = tmp_path / "source"
     exports.export(source, CT8)
 
@@ -356,7 +359,10 @@ def test_a_fused_projection_is_named_as_such(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_fused_mlp_is_no_weight_of_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Q10: one scalar for a fused matrix is never spread over slots that it was not made for."""
+    """S02: a fused gate_up is never cut in half; it is refused.
+
+    Q10: one scalar for a fused matrix is never spread over slots that it was not made for.
+    """
     source = tmp_path / "source"
     exports.export(source, MO8)
 

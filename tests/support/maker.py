@@ -223,3 +223,11 @@ def plain_source(path: Path, config_json: dict[str, Any], max_shard_bytes: int =
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (path / "config.json").write_text(json.dumps(config_json, indent=1))
     (path / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def plain_record(name: str, dtype: str, shape: tuple[int, ...]) -> TensorRecord:
+    """The record of a tensor that is stored as it is."""
+    return TensorRecord(
+        weight=name, part="plain", encoding="bf16", layout="canonical", dtype=dtype, shape=list(shape),
+        canonical_shape=list(shape), file="x", digest="0" * 32, sources=[],
+    )  # fmt: skip

@@ -164,9 +164,9 @@ function cards(picture) {
 }
 
 function totals(picture) {
-  const { requests, finished, cancelled, failed, rejected, prompt_tokens, completion_tokens } = picture.counters;
+  const { requests, finished, cancelled, failed, rejected, expired, prompt_tokens, completion_tokens } = picture.counters;
   return panel("Since the start", pairs({ "asked for": requests, finished, "client left": cancelled, "broken off": failed,
-    "refused, queue full": rejected, "prompt tokens": prompt_tokens, "answer tokens": completion_tokens }));
+    "refused, queue full": rejected, "waited too long": expired, "prompt tokens": prompt_tokens, "answer tokens": completion_tokens }));
 }
 
 function choices(picture) { return panel("Choices", pairs(picture.server)); }

@@ -1,0 +1,74 @@
+"""`duovolt bench kernels`."""
+
+import argparse
+import dataclasses
+import json
+
+from ..checkpoint.errors import InputError
+from ..kernels.tuning import Choice, using
+from ..perf.kernels import CASES, PrefillRow, Row, loadable, measure, measure_prefill, the_device
+
+EXAMPLE = """examples:
+  duovolt bench kernels
+  duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
+  duovolt bench kernels --prefill 2048 4096
+
+Decode linears at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the time of a kernel that
+only reads as many bytes, measured beside, over the time of ours. The card's own code and, where it can be had, the PTX
+that a V100's code comes from."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], metavar="T", help="1 to 24 each")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help=f"of: {', '.join(case.name for case in CASES)}")
+    parser.add_argument("--ablate", action="store_true", help="also without arithmetic, and without loads")
+    parser.add_argument("--prefill", type=int, nargs="+", metavar="T", help="only linears of T tokens against cuBLAS")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def line(row: Row, what: str) -> str:
+    """One row: time, GB/s, share of the plain read, cuBLAS."""
+    cublas = f"  cuBLAS fp16 {row.cublas * 1e6:7.1f} us" if row.cublas else ""
+    return (
+        f"{row.case:<13} {row.arch:<10} {what:<14} T {row.tokens:<3} {row.nbytes / 1e6:7.1f} MB  {row.seconds * 1e6:8.2f} us  "
+        f"{row.nbytes / row.seconds / 1e9:6.0f} GB/s  share {row.ratio:.2f}{cublas}"
+    )
+
+
+def prefill_line(row: PrefillRow) -> str:
+    """One row: time, rate, share of cuBLAS."""
+    rate = 2 * row.rows * row.columns * row.tokens / row.seconds / 1e12
+    return (
+        f"{row.encoding:<6} {row.rows:>6} x {row.columns:<6} T {row.tokens:<5} {row.seconds * 1e6:8.1f} us  {rate:5.0f} TFLOP/s  "
+        f"cuBLAS fp16 {row.cublas * 1e6:8.1f} us  share {row.ratio:.2f}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    names = [case.name for case in CASES]
+    if unknown := [name for name in args.only or [] if name not in names]:
+        raise InputError(f"case {unknown[0]!r} is unknown: there are {', '.join(names)}.")
+    if not all(1 <= count <= 24 for count in args.tokens) or not all(1 <= n <= 1 << 16 for n in args.prefill or []):
+        raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
+    device = the_device()
+    if args.prefill:
+        found = measure_prefill(args.prefill, device)
+        facts = [dataclasses.asdict(row) | {"share": row.ratio} for row in found]
+        print(json.dumps(facts, indent=1) if args.json else "\n".join(map(prefill_line, found)))
+        return 0
+    chosen = [case for case in CASES if args.only is None or case.name in args.only]
+    arches = loadable(device)
+    rows = []
+    for case in chosen:
+        for row in measure([case], args.tokens, arches, device):
+            rows.append((row, ""))
+        for ablated in ("arithmetic", "loads") if args.ablate else ():
+            with using(Choice(ablate=ablated)):
+                rows += [(row, f"no {ablated}") for row in measure([case], args.tokens, arches[:1], device)]
+        if not args.json:
+            print("\n".join(line(row, what) for row, what in rows if row.case == case.name), flush=True)
+    if args.json:
+        facts = [dataclasses.asdict(row) | {"share": row.ratio, "without": what[3:]} for row, what in rows]
+        print(json.dumps(facts, indent=1))
+    return 0

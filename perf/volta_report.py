@@ -1,0 +1,198 @@
+"""What the decode linears cost on a V100, from their sm_70 machine code: no GPU is needed, and none was measured.
+
+Registers, shared memory and spills are ptxas's; the hot loop is the smallest loop of the disassembly with a tensor-core
+product in it. A pass of it is one warp's turn: four tiles of 32 x 16. Its cycles on a quarter of a multiprocessor are the
+largest of: instructions issued (one a cycle), integer and fp16/FP32 instructions (16 lanes a cycle, so two each), and
+tensor-core steps (two each). Code for rare cases lies inside of the loop, so this counts too much.
+"""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint.errors import EnvironmentFault
+from ..kernels.build import build
+from ..kernels.linear import SOURCES, THREADS
+from ..kernels.tuning import Choice
+
+ARCH = "compute_70"
+MULTIPROCESSORS, CLOCK, BANDWIDTH = 80, 1.53e9, 900e9  # SXM2: Hz, bytes/s
+LATENCY = 600e-9  # s of a read under load
+REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 96 << 10, 64, 32
+QUARTERS = 4
+TURN_BYTES = {"nvfp4": 4 * 288, "fp8": 4 * 512, "fp8_blocks": 4 * 512, "half": 4 * 1024}
+_AHEAD = ("nvfp4", "fp8")  # load the next turn before this one, for up to eight tokens
+_INTEGER = {"LOP3", "SHF", "IADD3", "ISETP", "LEA", "SEL", "PRMT", "CS2R", "MOV", "ICMP", "IMNMX", "PLOP3"}
+_FLOAT = {"IMAD", "FFMA", "FADD", "FMUL", "HMUL2", "HFMA2", "HADD2"}
+_MEMORY = {"LDG", "LDS", "STS", "STG"}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions of one pass of the hot loop, by pipe, and its cycles on a quarter of a multiprocessor."""
+
+    issued: int
+    integer: int
+    arithmetic: int
+    tensor: int
+    memory: int
+
+    @property
+    def cycles(self) -> int:
+        return max(self.issued, 2 * self.integer, 2 * self.arithmetic, 2 * self.tensor)
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One kernel on a V100. `loop` is None without a disassembler."""
+
+    name: str
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+    blocks: int
+    warps: int
+    in_flight: int
+    loop: Loop | None
+
+    @property
+    def needed(self) -> float:
+        """Bytes in flight a multiprocessor that the full bandwidth takes."""
+        return BANDWIDTH * LATENCY / MULTIPROCESSORS
+
+    @property
+    def slots_a_byte(self) -> float | None:
+        """Cycles of a quarter multiprocessor for a byte of weights."""
+        return None if self.loop is None else self.loop.cycles / TURN_BYTES[encoding_of(self.name)]
+
+    @property
+    def share(self) -> float | None:
+        """Predicted share of the bandwidth: the least of what issue and bytes in flight allow, at most 1."""
+        if self.slots_a_byte is None:
+            return None
+        offered = QUARTERS * MULTIPROCESSORS * CLOCK / BANDWIDTH  # cycles there are for a byte
+        return min(1.0, offered / self.slots_a_byte, self.in_flight / self.needed)
+
+
+def encoding_of(name: str) -> str:
+    """`linear_fp8_blocks_8` -> `fp8_blocks`."""
+    return name.removeprefix("linear_").rpartition("_")[0]
+
+
+def report(tools: tuple[Path, Path | None] | None = None) -> list[KernelReport]:
+    """Every decode linear of one encoding. Raises EnvironmentFault if ptxas or NVRTC is missing or fails."""
+    ptxas, disassembler = tools or (find_ptxas(), find_disassembler())
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for tokens, source in SOURCES.items():
+            cubin = Path(folder) / f"{tokens}.cubin"
+            resources = _assemble(ptxas, build(source, ARCH).image, cubin)
+            listing = _disassemble(disassembler, cubin) if disassembler else {}
+            for name in sorted(resources):
+                if encoding_of(name) in TURN_BYTES:
+                    found.append(_judge(name, tokens, *resources[name], listing.get(name)))
+    return found
+
+
+def find_ptxas() -> Path:
+    """ptxas of CUDA 12: of the wheel nvidia-cuda-nvcc-cu12, or on the path. Raises EnvironmentFault."""
+    spec = importlib.util.find_spec("nvidia")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    candidates = [Path(place) / "cuda_nvcc" / "bin" / "ptxas" for place in places]
+    candidates += [Path(path)] if (path := shutil.which("ptxas")) else []
+    for candidate in candidates:
+        if candidate.is_file() and "sm_70" in _run([candidate, "--help"]):
+            return candidate
+    raise EnvironmentFault(
+        "no ptxas that knows sm_70: CUDA 13 dropped Volta. Install one: pip install 'nvidia-cuda-nvcc-cu12<13'"
+    )
+
+
+def find_disassembler() -> Path | None:
+    """nvdisasm on the path, or the one that the triton wheel carries; None if there is neither."""
+    if path := shutil.which("nvdisasm"):
+        return Path(path)
+    spec = importlib.util.find_spec("triton")
+    for place in spec.submodule_search_locations or [] if spec else []:
+        candidate = Path(place) / "backends" / "nvidia" / "bin" / "nvdisasm"
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _run(command: list[str | Path]) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        raise EnvironmentFault(f"{command[0]} failed: {done.stderr.strip()[:500]}")
+    return done.stdout + done.stderr
+
+
+def _assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int]]:
+    """Registers and spilled bytes (stores and loads) by kernel; writes the machine code."""
+    source = cubin.with_suffix(".ptx")
+    source.write_bytes(ptx)
+    found: dict[str, tuple[int, int]] = {}
+    name, spilled = "", 0
+    for line in _run([ptxas, "-arch=sm_70", "-v", source, "-o", cubin]).splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            name = match[1]
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spilled = int(match[1]) + int(match[2])
+        elif match := re.search(r"Used (\d+) registers", line):
+            found[name] = (int(match[1]), spilled)
+    return found
+
+
+def _disassemble(tool: Path, cubin: Path) -> dict[str, list[str]]:
+    """Lines by kernel."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in _run([tool, "-c", cubin]).splitlines():
+        if match := re.match(r"\.text\.(\w+):", line):
+            name = match[1]
+        elif name:
+            found.setdefault(name, []).append(line)
+    return found
+
+
+def hot_loop(lines: list[str]) -> Loop:
+    """The smallest loop with a tensor-core product. Raises EnvironmentFault if the listing has none."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in lines:
+        if match := re.match(r"(\.L_\w+):", line):
+            labels[match[1]] = len(code)
+        elif match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            code.append(match[1])
+    loops = []
+    for index, text in enumerate(code):
+        match = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", text)
+        begin = labels.get(match[1], len(code)) if match else len(code)
+        if begin <= index and any("MMA" in inner for inner in code[begin : index + 1]):
+            loops.append(code[begin : index + 1])
+    if not loops:
+        raise EnvironmentFault("the disassembly holds no loop with a tensor-core product.")
+    names = Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in min(loops, key=len))
+    return Loop(
+        issued=names.total(),
+        integer=sum(names[name] for name in _INTEGER),
+        arithmetic=sum(names[name] for name in _FLOAT),
+        tensor=names["HMMA"],
+        memory=sum(names[name] for name in _MEMORY),
+    )
+
+
+def _judge(name: str, tokens: int, registers: int, spilled: int, lines: list[str] | None) -> KernelReport:
+    encoding = encoding_of(name)
+    shared = Choice().shared_bytes(encoding, tokens, ARCH)
+    allocated = -(-registers // 8) * 8 * THREADS
+    blocks = min(REGISTERS // allocated, SHARED_BYTES // shared, MOST_WARPS * 32 // THREADS, MOST_BLOCKS)
+    warps = blocks * THREADS // 32
+    turns = 2 if encoding in _AHEAD and tokens == min(SOURCES) else 1
+    in_flight = warps * turns * TURN_BYTES[encoding]
+    return KernelReport(name, registers, shared, spilled, blocks, warps, in_flight, hot_loop(lines) if lines else None)

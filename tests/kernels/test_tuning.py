@@ -1,0 +1,66 @@
+"""Choices by card: the file, the grid, and what is refused."""
+
+import msgspec
+import pytest
+
+from duovolt.checkpoint.errors import InputError
+from duovolt.kernels import tuning
+from duovolt.kernels.tuning import STAGES, Choice
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_choice_comes_back_beside_the_choices_of_other_cards():
+    assert tuning.read() == {}
+    first, second = Choice(STAGES | {"fp8": 5}), Choice(blocks_a_sm=2)
+    tuning.store("one card", first)
+    path = tuning.store("another", second)
+    assert tuning.read() == {"one card": first, "another": second} and path == tuning.path()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"card": {"stages": {"nvfp4": 4}}}',
+        '{"card": {"stages": {"nvfp4": 1, "fp8": 3, "half": 3}}}',
+        '{"card": {"ablate": "everything"}}',
+        '{"card": {"blocks_a_sm": 99}}',
+        '{"card": {"unknown": 1}}',
+    ],
+)
+def test_a_damaged_file_is_named(content):
+    tuning.path().parent.mkdir(parents=True)
+    tuning.path().write_text(content)
+    with pytest.raises(InputError, match=r"tuning\.json: .*duovolt kernels tune"):
+        tuning.read()
+
+
+def test_definitions_name_only_what_is_not_the_default():
+    assert Choice().defines == ()
+    assert Choice(STAGES | {"fp8": 6}, ablate="loads").defines == ("FP8_STAGES=6", "ABLATE_LOADS")
+
+
+def test_blocks_share_the_bands():
+    assert Choice().blocks(160, 132) == 160
+    assert Choice(blocks_a_sm=1).blocks(4000, 132) == 132 and Choice(blocks_a_sm=2).blocks(100, 80) == 100
+
+
+def test_shared_memory_of_rings_and_sums():
+    sums = 9 * 8 * 33 * 4
+    assert Choice().shared_bytes("fp8", 8, "compute_70") == sums
+    whole = Choice().shared_bytes("fp8_blocks", 8, "sm_90") - sums
+    assert whole == 8 * STAGES["fp8"] * 4 * 544
+    most = max(Choice().shared_bytes(name, 24, "sm_90") for name in STAGES)
+    assert Choice().shared_bytes("any", 24, "sm_90") == most
+    with pytest.raises(ValueError, match="stages from 2 to 8"):
+        msgspec.convert({"stages": STAGES | {"fp8": 9}}, Choice)
+
+
+def test_default_rings_fit_every_card_that_has_them():
+    most = max(Choice().shared_bytes("any", tokens, "sm_86") for tokens in (8, 16, 24))
+    assert most <= 99 << 10  # of a block on sm_86, sm_89 and sm_120

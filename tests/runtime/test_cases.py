@@ -1,0 +1,20 @@
+"""Every known fault of servers (A) and of speculation (M) that needs no card to show has a test that names it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+API = {f"A{number:02}" for number in range(1, 16)}
+SPECULATION = {f"M{number:02}" for number in range(2, 7)}  # M01: prefix cache and drafts together
+
+
+def test_every_case_is_named_by_a_test() -> None:
+    named: set[str] = set()
+    for path in Path(__file__).parents[1].rglob("test_*.py"):
+        if path != Path(__file__):
+            for text in re.findall(
+                r'def test_\w+\((?:[^()]|\([^()]*\))*\)[^:]*:\n\s+"""(.*?)"""', path.read_text(), re.DOTALL
+            ):
+                named |= set(re.findall(r"\b[AM]\d\d\b", text))
+    assert (API | SPECULATION) - named == set()

@@ -1,0 +1,71 @@
+"""Clients that begin a request and never end it are let go; the others are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from duovolt.runtime.proxy.connections import PatientProtocol
+
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
+
+
+class Impatient(PatientProtocol):
+    head_seconds = 0.4
+
+
+async def slow(request: Request) -> PlainTextResponse:
+    await asyncio.sleep(1.0)
+    return PlainTextResponse("late")
+
+
+async def closing_time(port: int, data: bytes, later: bytes = b"") -> tuple[float, bytes]:
+    """Seconds until the server closes a connection on which `data` came, `later` 1.5 s after it, and what it said."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    if later:
+        await asyncio.sleep(1.5)
+        writer.write(later)
+    began = time.monotonic()
+    said = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return time.monotonic() - began, said
+
+
+def test_half_a_head_is_not_waited_for_and_a_slow_answer_is() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(
+        Starlette(routes=[Route("/", slow)]), http=Impatient, lifespan="off", log_level="error", timeout_keep_alive=5
+    )
+
+    async def scene() -> list[tuple[float, bytes]]:
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            return await asyncio.gather(
+                closing_time(port, b""),
+                closing_time(port, HEAD),
+                closing_time(port, HEAD + b"\r\n", HEAD),  # a second head that never ends
+                closing_time(port, HEAD + b"Connection: close\r\n\r\n"),
+            )
+        finally:
+            server.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+
+    silent, half, second, good = asyncio.run(scene())
+    for seconds, said in (silent, half):
+        assert 0.3 < seconds < 2 and said == b""
+    assert good[1].endswith(b"late") and good[0] > 0.9
+    assert second[1].endswith(b"late") and 0.3 < second[0] < 2
