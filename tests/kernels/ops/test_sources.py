@@ -9,7 +9,6 @@ from duovolt.kernels import build as builder
 
 from .support import FORBIDDEN
 
-
 SOURCES = ("attention", "delta", "kvcache", "logprobs", "norm", "rope", "sampling", "speculation")
 
 
