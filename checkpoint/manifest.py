@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .container import ITEMSIZE
+from .container import ITEMSIZE, MAX_NAME
 from .digest import DIGEST_HEX, digest_json
 from .directory import MANIFEST, MAX_JSON, plain_name
 from .encodings import STORED_AS_IS, PartName, part_name, part_of
@@ -175,6 +175,8 @@ def _check(manifest: Manifest, path: Path) -> None:
     for file in manifest.files:
         plain_name(file, path)
     for name, record in manifest.tensors.items():
+        if not name or len(name) > MAX_NAME or not name.isprintable():
+            raise InputError(f"{path}: a tensor name is empty, too long or not printable: {name[:80]!r}.")
         if record.file not in manifest.files:
             raise InputError(f"{path}: tensor {name!r} lies in {record.file!r}, which the manifest does not list.")
         if record.dtype not in ITEMSIZE or len(record.digest) != DIGEST_HEX:

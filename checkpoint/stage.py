@@ -31,6 +31,7 @@ from .writeback import begin_writeback
 
 LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
+FACTS = ".duovolt.facts"  # what a stage keeps for whoever resumes it
 TEMPORARY = ".duovolt-tmp"
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
 NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding rubbish raises
@@ -214,7 +215,7 @@ class AtomicFile:
 
 def tidy(directory: Path) -> None:
     """Remove what a kill after the manifest's rename left in a finished directory: journal and temporary files."""
-    for leftover in (directory / JOURNAL, *directory.glob(f".*{TEMPORARY}")):
+    for leftover in (directory / JOURNAL, directory / FACTS, *directory.glob(f".*{TEMPORARY}")):
         leftover.unlink(missing_ok=True)
 
 
@@ -372,5 +373,6 @@ class StageDirectory:
     def finish(self) -> None:
         """Drop the journal: nothing is left to resume. A plain checkpoint ends here, without a manifest."""
         with disk_errors(self.path):
+            (self.path / FACTS).unlink(missing_ok=True)
             write_event()
             (self.path / JOURNAL).unlink()

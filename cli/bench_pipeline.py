@@ -117,8 +117,14 @@ def _run_full(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tell_round(seconds: dict[str, float]) -> None:
+    print(
+        "round: " + ", ".join(f"{what} {spent:.2f} s" for what, spent in seconds.items()), file=sys.stderr, flush=True
+    )
+
+
 def _run_stages(args: argparse.Namespace) -> int:
-    found = race_stages(args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp)
+    found = race_stages(args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp, _tell_round)
     print(json.dumps(dataclasses.asdict(found), indent=1) if args.json else "\n".join(stage_lines(found)))
     return 0
 
@@ -147,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         found = race_conversion(args.work, nbytes, args.rounds, args.workers, args.recipe)
         if not args.json:
             print(conversion_line(found), flush=True)
-        stages = race_stages(args.work, nbytes, args.rounds, args.workers, args.tp)
+        stages = race_stages(args.work, nbytes, args.rounds, args.workers, args.tp, _tell_round)
         if not args.json:
             print("\n".join(stage_lines(stages)))
     if args.json:

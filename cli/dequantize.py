@@ -18,10 +18,10 @@ from ..convert.dequantize import (
     ConvertedReader,
     PlainTensor,
     converted_tensors,
-    fingerprint,
     source_tensors,
     write_plain,
 )
+from ..convert.facts import fingerprint
 from ..verify.join import Joined
 from ..verify.ranks import open_ranks, rank_directories
 from ..verify.report import Report

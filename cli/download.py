@@ -19,7 +19,8 @@ examples:
   duovolt download Qwen/Qwen3.8-27B source/ --revision main --dry-run
 
 Every file that the index names and every side file is fetched; weights in other forms (pickles, GGUF) are not. Run the
-same command again after an interruption: it hashes what is there and asks for the missing bytes only. The commit is
+same command again after an interruption: it hashes what is there and asks for the missing bytes only. What lies in the
+hub's cache on this machine is linked (copied on another disk) after its digest was checked. The commit is
 written to DST/duovolt-download.json when everything is there and right.
 The token comes from HF_TOKEN or `hf auth login`, and goes to the endpoint alone.
 """

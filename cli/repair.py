@@ -14,7 +14,7 @@ from ..checkpoint.download_record import read_record
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
 from ..checkpoint.manifest import has_manifest, read_manifest
 from ..checkpoint.reopen import about_interrupted
-from ..checkpoint.stage import JOURNAL, LOCK, TEMPORARY, DirectoryLock
+from ..checkpoint.stage import FACTS, JOURNAL, LOCK, TEMPORARY, DirectoryLock
 from ..convert.download import download
 from ..convert.download_progress import NoProgress
 from ..convert.pipeline import convert
@@ -175,7 +175,7 @@ def _there(path: Path) -> bool:
 
 def _is_ours(name: str) -> bool:
     """Bookkeeping of an interrupted run, which the stage itself tidies away."""
-    return name in (LOCK, JOURNAL) or (name.startswith(".") and name.endswith(TEMPORARY))
+    return name in (LOCK, JOURNAL, FACTS) or (name.startswith(".") and name.endswith(TEMPORARY))
 
 
 def _kept(directory: Path, found: Sequence[Finding]) -> list[str]:

@@ -7,19 +7,17 @@ rounding a float32 `A_log`), and is widened, exactly, in float32 output.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..checkpoint.bands import OURS, CanonicalReader, DecodedWeight, Dialect, band_edges, canonical_rows, decode_band
 from ..checkpoint.container import NUMPY_DTYPE, TensorEntry, read_range
-from ..checkpoint.digest import digest_json
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.encodings import PLAIN_OF_DTYPE, part_of
 from ..checkpoint.encodings.plain import to_bf16, to_float32
 from ..checkpoint.encodings.weights import weights_of
 from ..checkpoint.files import plan_files
-from ..checkpoint.manifest import DRAFT_HEAD, Manifest, has_manifest, read_manifest
+from ..checkpoint.manifest import DRAFT_HEAD, Manifest
 from ..checkpoint.sources import SourceForm, dialect_of, producer_of
 from ..checkpoint.sources.base import SourceWeight
 from ..checkpoint.stage import StageDirectory, disk_errors, require_space
@@ -145,24 +143,6 @@ def _plain(name: str, stored: str, shape: tuple[int, ...], words: Rows, wanted: 
     if wanted == "BF16":
         return PlainTensor(name, stored, shape, words)
     return PlainTensor(name, "F32", shape, lambda first, last: to_float32(words(first, last), stored))
-
-
-def fingerprint(directories: list[Path], dtype: str) -> str:
-    """Names what a plain checkpoint is made from, so that an interrupted run is resumed with the same input only.
-
-    A manifest's digest stands for its directory; for the files of a source stand size and time of the last change, as
-    reading them all would be most of the work.
-    """
-    found: list[Any] = [dtype]
-    for directory in directories:
-        if has_manifest(directory):
-            found.append(read_manifest(directory).digest)
-            continue
-        checkpoint = Checkpoint.open(directory)
-        for name in sorted([*checkpoint.headers, *checkpoint.side_files]):
-            status = (directory / name).stat()
-            found.append([name, status.st_size, status.st_mtime_ns])
-    return digest_json(found)
 
 
 def write_plain(

@@ -19,6 +19,7 @@ from ..checkpoint.stage import LOCK, TEMPORARY, DirectoryLock, disk_errors, requ
 from .download_progress import NoProgress, Progress
 from .fetchlist import FetchList, choose, weight_files
 from .hub import Listing, Patience, RemoteFile, Stopped, list_repo
+from .hubcache import take_from_cache
 from .localfile import LocalFile
 from .transfer import Transfer
 
@@ -189,6 +190,9 @@ class _Download:
         if item.remote.name == INDEX and self._index is not None:
             item.put(self._index)
             self._progress.advance(len(self._index))
+        elif take_from_cache(self._listing.repo, item):
+            self._progress.advance(item.remote.size)
+            self._progress.notice(f"{item.remote.name}: taken from the hub's cache on this machine")
         else:
             self._transfer.fetch(item)
 

@@ -36,6 +36,7 @@ from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, re
 from ..checkpoint.writer import ShardWriter
 from ..model.config import FAMILY
 from .draft_head import DraftHead, gathered
+from .facts import load_facts, save_facts, source_fingerprint
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .quantisers import QUANTISERS, Quantiser
 from .quantisers.encoders import Encoder, choose_encoder
@@ -345,7 +346,11 @@ def convert(
     with ThreadPoolExecutor(1) as aside:  # numba takes a second to load, in which the source can be read
         nbytes = sum(part.origin.nbytes for part in words)
         loading = aside.submit(choose_encoder, recipe.quantiser, arithmetic, device, nbytes)
-        facts = scan(source, workers, advance)
+        made_from = source_fingerprint(source)
+        kept = load_facts(target, source, made_from)
+        facts = kept or scan(source, workers, advance)
+    if kept is not None:
+        advance(source.nbytes)
     encoder = loading.result()
     _require_castable(plan, facts)
     global_scales = _global_scales(plan, facts, QUANTISERS[recipe.quantiser])
@@ -359,6 +364,8 @@ def convert(
         converter = _Converter(plan, facts, encoder, global_scales, workers, advance, recipe.max_flushed_share)
         digests: dict[str, str] = {}
         with disk_errors(target):
+            if kept is None:
+                save_facts(target, facts, made_from)
             for name, tensors in plan.files:
                 note = stage.resume(name)
                 if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:

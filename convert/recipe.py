@@ -140,7 +140,7 @@ def load_recipe(name_or_path: str) -> Recipe:
         recipe = msgspec.convert(tomllib.loads(text), Recipe)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name_or_path}: {getattr(error, 'strerror', None) or error}.") from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (ValueError, msgspec.ValidationError, RecursionError) as error:  # a number of thousands of digits, too
         raise InputError(f"recipe {name_or_path}: {one_line(error)}.") from None
     _require_sense(recipe, name_or_path)
     if recipe.draft_head_tokens is not None:  # as the recipe's author sees it: beside the recipe

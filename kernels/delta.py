@@ -20,6 +20,7 @@ TAPS = 4  # width of the convolution
 MAX_TOKENS = 8  # tokens of a sequence in a round
 _KEPT = TAPS - 1
 _BLOCK_ROWS, _THREADS = 16, 64
+_RUN = 64  # tokens that a block of the convolution takes
 _EPS = 1e-6  # of the normalisation of queries and keys
 
 
@@ -206,17 +207,75 @@ def delta_prefill(
     lane: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A prompt's chunk of any length through the same layer, 64 tokens at a time (the WY form); output as delta_decode.
+    """A prompt's chunk of any length through the same layer; inputs, output and errors as `delta_decode`.
 
-    The lane must stand at the end of its tokens (`accepted` 0); it moves to the end of the chunk. On any device.
+    The lane must stand at the end of its tokens (`accepted` 0, as after `Round` with a count of 0); it moves to the end of
+    the chunk. Bits are those of decoding the tokens one by one, however the prompt is cut.
     """
+    out, stride = _checked_prefill(mixed, a, b, weights, memory, progress, lane, out)
+    tokens, heads, device = mixed.shape[0], weights.value_heads, mixed.device
+    lanes = memory.state.shape[0]
+    convolved = torch.empty(tokens, weights.channels, device=device)
+    gates = torch.empty(2, tokens, heads, device=device)
+    launch(
+        SOURCE,
+        "delta_convolve",
+        (weights.channels // HEAD + 1, -(-tokens // _RUN)),
+        128,
+        (
+            *(mixed, a, b, stride, weights.conv, weights.a_log, weights.dt_bias, memory.rows, lanes, lane),
+            *(progress.turn, convolved, gates, tokens, weights.key_heads, heads, _EPS),
+        ),
+        device,
+    )
+    launch(
+        SOURCE,
+        "delta_scan",
+        (HEAD // _BLOCK_ROWS, heads),
+        _THREADS,
+        (
+            *(mixed, stride, convolved, gates, memory.rows, memory.state, lanes, lane, progress.turn, out),
+            *(tokens, weights.key_heads),
+        ),
+        device,
+    )
+    return out
+
+
+def delta_prefill_reference(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaState,
+    progress: Progress,
+    lane: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """What `delta_prefill` computes, 64 tokens at a time (the WY form), in torch on any device."""
+    out, _ = _checked_prefill(mixed, a, b, weights, memory, progress, lane, out)
     tokens, history = mixed.shape[0], memory.history(lane, progress)
     convolved, joined = reference.causal_conv(mixed, history, weights.conv)
     gates = reference.delta_gates(a, b, weights.a_log, weights.dt_bias)
     outputs, state = reference.delta_rule_chunked(*_split_heads(convolved, weights), *gates, memory.state[lane])
     memory.state[lane] = state
     history.copy_(joined[tokens:])
-    return outputs if out is None else out.copy_(outputs)
+    return out.copy_(outputs)
+
+
+def _checked_prefill(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaState,
+    progress: Progress,
+    lane: int,
+    out: Tensor | None,
+) -> tuple[Tensor, int]:
+    if not 0 <= lane < memory.state.shape[0]:
+        raise InputError(f"lane is {lane}: expected 0 to {memory.state.shape[0] - 1}.")
+    return _checked(mixed, a, b, weights, memory, progress, None, out)
 
 
 def _split_heads(convolved: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,7 +291,7 @@ def _checked(
     weights: DeltaWeights,
     memory: DeltaState,
     progress: Progress,
-    batch: Round,
+    batch: Round | None,
     out: Tensor | None,
 ) -> tuple[Tensor, int]:
     device, heads = weights.conv.device, weights.value_heads
@@ -252,9 +311,10 @@ def _checked(
     check("rows", memory.rows, torch.float32, (2, lanes, _KEPT + MAX_TOKENS, width), device)
     check("accepted", progress.accepted, torch.int32, (lanes,), device)
     check("turn", progress.turn, torch.int32, (lanes,), device)
-    check_dimensions("lanes", batch.lanes, 1, "[S]")
-    for name in ("lanes", "counts", "firsts"):
-        check(name, getattr(batch, name), torch.int32, tuple(batch.lanes.shape), device)
+    if batch is not None:
+        check_dimensions("lanes", batch.lanes, 1, "[S]")
+        for name in ("lanes", "counts", "firsts"):
+            check(name, getattr(batch, name), torch.int32, tuple(batch.lanes.shape), device)
     if out is None:
         out = torch.empty(tokens, heads, HEAD, dtype=torch.float32, device=device)
     check("out", out, torch.float32, (tokens, heads, HEAD), device)

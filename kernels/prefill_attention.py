@@ -54,13 +54,17 @@ def prefill_attention(
     out = _checked(query, cache, start, gate, out)
     tokens, heads, _ = query.shape
     keys, values = gather(cache, table, start + tokens)
-    group = heads // cache.kv_heads
+    # Newer cards' fused kernel lets heads share keys; a V100's does not.
+    shares = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device)[0] >= 8
+    if not shares:
+        keys, values = (x.repeat_interleave(heads // cache.kv_heads, dim=0) for x in (keys, values))
     attended = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        keys.repeat_interleave(group, dim=0)[None],  # not every fused kernel shares keys among heads
-        values.repeat_interleave(group, dim=0)[None],
+        keys[None],
+        values[None],
         attn_mask=causal_lower_right(tokens, start + tokens),
         scale=DIM**-0.5,
+        enable_gqa=shares,
     )[0].transpose(0, 1)
     if gate is None:
         return out.copy_(attended.flatten(1))

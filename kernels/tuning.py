@@ -16,7 +16,7 @@ import torch
 from ..checkpoint.errors import InputError
 from .build import cache_directory, write_atomically
 
-STAGES = {"nvfp4": 2, "fp8": 3, "half": 3}  # of each warp's ring of copies, as in csrc/encodings.cuh
+STAGES = {"nvfp4": 2, "fp8": 3, "half": 2}  # of each warp's ring of copies, as in csrc/encodings.cuh
 STAGE_BYTES = {
     "nvfp4": 8 * 288,
     "fp8": 4 * 544,

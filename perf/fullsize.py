@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def _ledger(rank: Path) -> tuple[dict[str, int], dict[str, int]]:
         nbytes = math.prod(record.shape) * ITEMSIZE[record.dtype]
         split[AXES[axis]] += nbytes
         if axis is None:
-            role = specs[record.weight].role
+            role = re.sub(r"\d+", "*", specs[record.weight].role)
             roles[role] = roles.get(role, 0) + nbytes
     return split, dict(sorted(roles.items(), key=lambda item: -item[1]))
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.linear import SOURCES
-from ..kernels.module import load
+from ..checkpoint.errors import EnvironmentFault
 from ..kernels.tuning import STAGES, Choice, using
+from ..kernels.weights import Weight
 from .kernels import CASES, Case, copies_of, launches, random_weight, time_graph
 
 TOKENS = (1, 4)
@@ -31,24 +31,26 @@ class Trial:
 
 def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
     """Measures and returns the best choice found; `tell` gets a line a trial."""
-    sets = {name: _weights(case, device) for case in CASES for name in [case.name] if _used(name)}
-    cases = {case.name: case for case in CASES}
-    load(SOURCES[8], device.index or 0)
+    cases = {case.name: case for case in CASES if _used(case.name)}
+    sets = {name: _weights(case, device) for name, case in cases.items()}
 
     def mean(chosen: Choice, names: tuple[str, ...]) -> float:
         times = []
-        with using(chosen):
-            for name in names:
-                for tokens in TOKENS:
-                    times.append(time_graph(launches(cases[name], sets[name], tokens, device)) * 1e6)
+        try:
+            with using(chosen):
+                for name in names:
+                    for tokens in TOKENS:
+                        times.append(time_graph(launches(cases[name], sets[name], tokens, device)) * 1e6)
+        except EnvironmentFault as fault:  # more shared memory than the card has
+            tell(f"{chosen.stages}: {fault}")
+            return math.inf
         found = math.exp(sum(map(math.log, times)) / len(times))
         tell(f"{found:8.2f} us  {chosen.stages}  blocks a SM {chosen.blocks_a_sm or 'all'}")
         return found
 
     stages = dict(STAGES)
     for encoding, names in _CASES.items():
-        tried = [n for n in STAGES_TRIED if encoding != "half" or n <= STAGES["half"]]
-        stages[encoding] = min(tried, key=lambda n, e=encoding, ns=names: mean(Choice(stages | {e: n}), ns))  # type: ignore[misc]
+        stages[encoding] = min(STAGES_TRIED, key=lambda n, e=encoding, ns=names: mean(Choice(stages | {e: n}), ns))  # type: ignore[misc]
     everything = tuple(sets)
     blocks = min(BLOCKS_TRIED, key=lambda count: mean(Choice(stages, count), everything))
     best = Choice(stages, blocks)
@@ -59,7 +61,7 @@ def _used(name: str) -> bool:
     return any(name in names for names in _CASES.values())
 
 
-def _weights(case: Case, device: torch.device) -> list:
+def _weights(case: Case, device: torch.device) -> list[list[Weight]]:
     first = [random_weight(*matrix, device) for matrix in case.matrices]
     count = copies_of(sum(weight.nbytes for weight in first), POOL_BYTES)
     return [first] + [[random_weight(*matrix, device) for matrix in case.matrices] for _ in range(count - 1)]

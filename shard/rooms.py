@@ -5,6 +5,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from ..checkpoint.stream import page_aligned
+
 ROOMS = 3  # one being read, one being written, one between them
 
 
@@ -21,7 +23,7 @@ class Rooms:
         self._turn = (self._turn + 1) % ROOMS
         self._wait(self._turn)
         if len(self._rooms[self._turn]) < nbytes:
-            self._rooms[self._turn] = np.empty(nbytes, np.uint8)
+            self._rooms[self._turn] = page_aligned(nbytes)
         return self._rooms[self._turn][:nbytes]
 
     def hold(self, work: Iterable[Future[None]]) -> None:

@@ -4,7 +4,7 @@ digests of the whole tensors that the ranks give when joined.
 Files are scanned beside one another, and the ranks' files of one name in step, so that each byte is read once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ..checkpoint.container import NUMPY_DTYPE, Header, TensorEntry
+from ..checkpoint.container import NUMPY_DTYPE, Header, TensorEntry, blocks
 from ..checkpoint.digest import BLOCK
 from ..checkpoint.errors import DuovoltError
 from ..checkpoint.manifest import TensorRecord
-from ..checkpoint.stream import LARGEST, PIECE, ByteStream
+from ..checkpoint.stream import PIECE, ByteStream
 from .lockstep import JoinPlan, join_plan
 from .report import Proof, Report
 from .stage import StageView, whole_shapes
@@ -58,7 +58,8 @@ def _suspect(record: TensorRecord, words: np.ndarray) -> bool:
         return record.part in FLOAT_SCALES
     size = words.dtype.itemsize
     sign = 1 << (8 * size - 1)
-    return bool(words.view(f"<i{size}").max() >= least or words.view(f"<u{size}").max() >= sign + least)
+    largest = np.maximum.reduce
+    return bool(largest(words.view(f"<i{size}")) >= least or largest(words.view(f"<u{size}")) >= sign + least)
 
 
 def _is_the_sources(record: TensorRecord) -> bool:
@@ -68,10 +69,10 @@ def _is_the_sources(record: TensorRecord) -> bool:
 
 
 class TensorScan:
-    """Digest and first forbidden word of one tensor, piece by piece."""
+    """Digest and first forbidden word of one tensor, piece by piece; `searched` False leaves the words unsearched."""
 
-    def __init__(self, entry: TensorEntry, record: TensorRecord | None) -> None:
-        self.entry, self.record = entry, record
+    def __init__(self, entry: TensorEntry, record: TensorRecord | None, searched: bool = True) -> None:
+        self.entry, self.record, self.searched = entry, record, searched
         self.digest = xxhash.xxh3_128()
         self.forbidden: tuple[int, str] | None = None
         self._done = 0
@@ -79,6 +80,16 @@ class TensorScan:
     def feed(self, piece: np.ndarray) -> None:
         """The next bytes, a whole number of elements."""
         self.digest.update(piece.data)
+        if self.searched:
+            self._search(piece)
+
+    def search_again(self) -> None:
+        """Read the tensor anew for what was left unsearched. Raises OSError or InputError."""
+        self.searched = True
+        for block in blocks(self.entry):
+            self._search(np.frombuffer(block, np.uint8))
+
+    def _search(self, piece: np.ndarray) -> None:
         if self.record is None or self.record.dtype != self.entry.dtype or not len(piece):
             return
         words = piece.view(NUMPY_DTYPE[self.entry.dtype])
@@ -101,10 +112,29 @@ class FileScan:
 
 @dataclass
 class Scan:
-    """`files` by directory and file name; `joined` maps tensors to the digest of the whole that the ranks give."""
+    """`files` by directory and file name; `joined` maps tensors to the digest of the whole that the ranks give.
+
+    `sane`: part and dtype of the joined tensors whose bytes are those of a converted one, which was searched.
+    """
 
     files: dict[tuple[Path, str], FileScan] = field(default_factory=dict)
     joined: dict[str, str] = field(default_factory=dict)
+    sane: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def prove_sane(self, converted: Path) -> None:
+        """Fill `sane` from the scan of a converted directory."""
+        for (directory, _), file in self.files.items():
+            for scan in file.tensors if directory == converted else ():
+                name, record = scan.entry.name, scan.record
+                if record is None or record.dtype != scan.entry.dtype or scan.forbidden is not None:
+                    continue
+                if self.joined.get(name) == scan.digest.hexdigest():
+                    self.sane[name] = (record.part, record.dtype)
+
+    def searched(self, scan: TensorScan) -> bool:
+        """True if a tensor's words were searched, its own or those of the whole that they are part of."""
+        record = scan.record
+        return scan.searched or (record is not None and self.sane.get(scan.entry.name) == (record.part, record.dtype))
 
 
 class _Reader:
@@ -129,9 +159,9 @@ class _Reader:
         while count:
             count -= len(self.take(min(count, PIECE)))
 
-    def start(self, entry: TensorEntry) -> Callable[[int], np.ndarray]:
+    def start(self, entry: TensorEntry, searched: bool) -> Callable[[int], np.ndarray]:
         """Begin the next tensor; gives what takes and feeds its bytes."""
-        scan = TensorScan(entry, self.view.manifest.tensors.get(entry.name))
+        scan = TensorScan(entry, self.view.manifest.tensors.get(entry.name), searched)
         self.tensors.append(scan)
 
         def take(count: int) -> np.ndarray:
@@ -156,8 +186,12 @@ def _block_bytes(streams: int) -> int:
     return min(BLOCK, MEMORY // 4 // streams)
 
 
-def _scan_file(views: Sequence[StageView], name: str, plans: dict[str, JoinPlan], advance: Advance) -> Scan:
-    """Read the file `name` of all `views` in step. Raises OSError or DuovoltError if one of them cannot be read."""
+def _scan_file(
+    views: Sequence[StageView], name: str, plans: dict[str, JoinPlan], beside: bool, advance: Advance
+) -> Scan:
+    """Read the file `name` of all `views` in step. `beside`: what `plans` join is compared with a converted directory.
+
+    Raises OSError or DuovoltError if one of them cannot be read."""
     found = Scan()
     block_bytes = _block_bytes(len(views))
     readers: list[_Reader] = []
@@ -168,7 +202,8 @@ def _scan_file(views: Sequence[StageView], name: str, plans: dict[str, JoinPlan]
         for reader, table in zip(readers, tables, strict=True):
             reader.skip(min((entry.begin for entry in table.values()), default=reader.size))
         for tensor in tables[0]:
-            takes = [reader.start(table[tensor]) for reader, table in zip(readers, tables, strict=True)]
+            searched = tensor not in plans or not beside
+            takes = [reader.start(table[tensor], searched) for reader, table in zip(readers, tables, strict=True)]
             if tensor in plans:
                 if (digest := plans[tensor].digest(takes)) is not None:
                     found.joined[tensor] = digest
@@ -185,18 +220,18 @@ def _scan_file(views: Sequence[StageView], name: str, plans: dict[str, JoinPlan]
     return found
 
 
-def _scan(views: Sequence[StageView], name: str, plans: dict[str, JoinPlan], advance: Advance) -> Scan:
+def _scan(views: Sequence[StageView], name: str, plans: dict[str, JoinPlan], beside: bool, advance: Advance) -> Scan:
     """As `_scan_file`; what cannot be read is noted, and the other ranks' files of that name are read one by one."""
     try:
         for view in views:
             if not (view.path / name).is_file():  # a pipe would block the reader for ever
                 raise FileNotFoundError("missing, or not a regular file")
-        return _scan_file(views, name, plans, advance)
+        return _scan_file(views, name, plans, beside, advance)
     except (OSError, DuovoltError) as error:
         if len(views) > 1:
             found = Scan()
             for view in views:
-                found.files |= _scan([view], name, {}, advance).files
+                found.files |= _scan([view], name, {}, False, advance).files
             return found
         path = views[0].path / name
         why = f"cannot be read ({error})" if path.is_file() else str(error)
@@ -219,13 +254,14 @@ def _plans(views: Sequence[StageView], name: str, shapes: dict[str, tuple[int, .
     return plans
 
 
-def _tasks(alone: Iterable[StageView], ranks: Sequence[StageView]) -> list[Callable[[Advance], Scan]]:
+def _tasks(alone: Sequence[StageView], ranks: Sequence[StageView]) -> list[Callable[[Advance], Scan]]:
     """One task a file, or a file's name in all `ranks`; the largest first, so that none is left for last alone."""
     sized: list[tuple[int, Callable[[Advance], Scan]]] = []
+    wholes = [view for view in alone if view.manifest.stage == "converted"]
 
     def add(views: Sequence[StageView], name: str, plans: dict[str, JoinPlan]) -> None:
         size = sum(view.manifest.files[name].size for view in views)
-        sized.append((size, partial(_scan, views, name, plans)))
+        sized.append((size, partial(_scan, views, name, plans, bool(wholes))))
 
     shapes = whole_shapes(ranks[0]) if ranks else {}
     for name in dict.fromkeys(name for view in ranks for name in view.manifest.files):
@@ -247,11 +283,15 @@ def scan(alone: Sequence[StageView], ranks: Sequence[StageView], advance: Advanc
 
     `advance` is called with bytes read. What cannot be read is noted with its file.
     """
-    together = max(1, len(ranks)) * (_block_bytes(max(1, len(ranks))) + LARGEST)
+    streams = max(1, len(ranks))
+    together = streams * ByteStream.memory(_block_bytes(streams))
     result = Scan()
     for found in run_beside(_tasks(alone, ranks), advance, MEMORY // together):
         result.files |= found.files
         result.joined |= found.joined
+    for view in alone:
+        if view.manifest.stage == "converted":
+            result.prove_sane(view.path)
     return result
 
 
@@ -286,6 +326,8 @@ class BytesProofs:
                 files.fail("digest", file=path, found=file.digest, expected=record.digest)
         for file in found.values():
             for tensor in file.tensors:
+                if not scan.searched(tensor):
+                    self._search(tensor)
                 self._judge_tensor(tensor)
                 count += 1
         files.detail = f"{len(view.manifest.files)} files, {total / 1e6:,.2f} MB"
@@ -293,6 +335,12 @@ class BytesProofs:
             sanity.status, sanity.detail = "skipped", "the headers are not readable"
         else:
             sanity.detail = f"{count} tensors without a NaN scale, a NaN code or a value that is not finite"
+
+    def _search(self, scan: TensorScan) -> None:
+        try:
+            scan.search_again()
+        except (OSError, DuovoltError) as error:
+            self.files.fail(f"cannot be read ({error})", tensor=scan.entry.name, file=str(scan.entry.path))
 
     def _judge_tensor(self, scan: TensorScan) -> None:
         name, record, view = scan.entry.name, scan.record, self.view

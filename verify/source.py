@@ -1,5 +1,6 @@
 """Source to converted: kept words are equal, quantised values are within half a step, nothing is missing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from .whole import UNREADABLE
 from .words import bands_of, first_difference
 from .workers import Advance, run_beside
 
+SLAB = 64 << 10  # elements measured at a time, so that the float64 temporaries stay in the core's cache
 QUANTISATION_FILES = {"hf_quant_config.json"}  # would lie about the converted directory; kept inside the manifest
 
 
@@ -163,26 +165,34 @@ class _SourceProofs:
             self.advance(raw.nbytes)
             values = to_float32(raw, ref.dtype)
             decoded = decoded_weight.decode(self.reader, first, last)
-            sums.add(values, decoded)
-            beyond = ~(np.abs(values - decoded) <= self._bound(values, names, parts, first, last))
-            if not outside and beyond.any():
-                outside = True
-                at = tuple(int(n) for n in np.unravel_index(int(np.argmax(beyond)), beyond.shape))
-                self.quantised.fail("further than half a step from the source", tensor=weight, file=str(entry.path),
-                                    index=[at[0] + first, at[1]], found=f"{decoded[at]:.9g}",
-                                    expected=f"{values[at]:.9g}")  # fmt: skip
+            bound = self._bound(names, parts, first, last)
+            step = max(1, SLAB // max(1, values.shape[1]))
+            for start in range(0, len(values), step):
+                rows = slice(start, start + step)
+                sums.add(values[rows], decoded[rows])
+                beyond = ~(np.abs(values[rows] - decoded[rows]) <= bound(values[rows], rows))
+                if not outside and beyond.any():
+                    outside = True
+                    row, column = (int(n) for n in np.unravel_index(int(np.argmax(beyond)), beyond.shape))
+                    at = start + row, column
+                    self.quantised.fail("further than half a step from the source", tensor=weight, file=str(entry.path),
+                                        index=[at[0] + first, at[1]], found=f"{decoded[at]:.9g}",
+                                        expected=f"{values[at]:.9g}")  # fmt: skip
         self.errors.append(sums.row(weight, record.encoding))
         self.check_digest(ref, entry, digest.hexdigest())
 
     def _bound(
-        self, values: np.ndarray, names: dict[str, str], parts: dict[str, TensorRecord], first: int, last: int
-    ) -> np.ndarray:
+        self, names: dict[str, str], parts: dict[str, TensorRecord], first: int, last: int
+    ) -> Callable[[np.ndarray, slice], np.ndarray]:
+        """For rows [first, last) of a weight: the largest allowed differences, of values and where they are in the band."""
         if "row_scale" in parts:
-            return fp8_bound(values, self.reader.rows(names["row_scale"], first, last), self.allowance)
+            row_scales = self.reader.rows(names["row_scale"], first, last)
+            return lambda values, rows: fp8_bound(values, row_scales[rows], self.allowance)
         multiplier = np.float32(self.reader.rows(names["global_scale"], 0, 1).reshape(-1)[0])
         if parts["global_scale"].encoding == "nvfp4/divisor":
             multiplier = np.float32(1) / multiplier  # rounded: far within the slack of the quantiser that divides
-        return nvfp4_bound(values, self.reader.rows(names["block_scale"], first, last), multiplier, self.allowance)
+        scales = self.reader.rows(names["block_scale"], first, last)
+        return lambda values, rows: nvfp4_bound(values, scales[rows], multiplier, self.allowance)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -48,10 +48,3 @@ __device__ __forceinline__ unsigned e4m3_pair(unsigned short bytes) {
 __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned selector) {
     return __byte_perm(a, b, selector);
 }
-
-// The same value, that the compiler keeps in a register instead of computing it again.
-__device__ __forceinline__ int kept(int value) {
-    int same;
-    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(value));
-    return same;
-}

@@ -49,8 +49,11 @@ __device__ __forceinline__ unsigned staged_pair(float low, float high, int &over
 
 // Adds a block's overflows to its row's count. One block owns a row, so no atomics.
 __device__ __forceinline__ void count_overflows(int overflows, int *count, float *scratch) {
+    if (!count) {
+        return;
+    }
     const float total = block_sum(static_cast<float>(overflows), scratch);
-    if (count && threadIdx.x == 0 && total > 0) {
+    if (threadIdx.x == 0 && total > 0) {
         write(count, read(count) + static_cast<int>(total));
     }
 }

@@ -13,6 +13,7 @@ constexpr int kKept = 3;         // rows of history: the convolution is four wid
 constexpr int kMaxTokens = 8;    // tokens a round
 constexpr int kRowsKept = kKept + kMaxTokens;
 constexpr int kSteps = 2 * kMaxTokens; // accepted tokens of the last round, then those of this one
+constexpr int kTogether = 4;     // steps normalised side by side
 constexpr int kLanesRow = 8;     // lanes that share a row of the state
 constexpr int kRowQuads = kQuads / kLanesRow; // float4 of a row that a lane holds
 constexpr int kRowsLane = 2;     // rows that a lane holds parts of
@@ -35,6 +36,35 @@ __device__ __forceinline__ void add_product(float4 &sum, float4 a, float4 b) {
 
 __device__ __forceinline__ float convolved(float a, float b, float c, float d, float4 taps) {
     return silu(a * taps.x + b * taps.y + c * taps.z + d * taps.w);
+}
+
+// One token: the rows of the state that this thread holds parts of, moved; their outputs, known to all lanes of a row.
+__device__ __forceinline__ float2 advance(float4 (&s)[kRowsLane][kRowQuads], const float4 *key, const float4 *query,
+                                          const float *value, float growth, float beta, int part) {
+    float4 k[kRowQuads], q[kRowQuads];
+#pragma unroll
+    for (int i = 0; i < kRowQuads; ++i) {
+        k[i] = key[i * kLanesRow + part];
+        q[i] = query[i * kLanesRow + part];
+    }
+    float results[kRowsLane];
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+        float4 known = {}, answer = {};
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+            s[r][i] = scaled(s[r][i], growth);
+            add_product(known, s[r][i], k[i]);
+        }
+        const float update = beta * (value[r] - row_sum(known));
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+            add_product(s[r][i], {update, update, update, update}, k[i]);
+            add_product(answer, s[r][i], q[i]);
+        }
+        results[r] = row_sum(answer);
+    }
+    return {results[0], results[1]};
 }
 
 // x: FP32 [T, ...], rows x_stride apart: channels (q, k, v) at x, the gates' a at x_a and b at x_b. weight: FP32
@@ -82,12 +112,37 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         return i < kKept + before ? old_rows + static_cast<size_t>(i) * width
                                   : x + static_cast<size_t>(first + i - kKept - before) * x_stride;
     };
+    { // values: a thread has one channel and every fourth step
+        constexpr int kEvery = kThreads / kBlockRows, kOwn = (kKept + kSteps + kEvery - 1) / kEvery;
+        const int row = threadIdx.x % kBlockRows, channel = (2 * key_heads + head) * kHead + block_row + row;
+        const float4 taps = read(reinterpret_cast<const float4 *>(weight) + channel);
+        float in[kOwn][4];
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n) {
+#pragma unroll
+            for (int tap = 0; tap < 4; ++tap) {
+                const int i = n * kEvery + threadIdx.x / kBlockRows - 3 + tap;
+                in[n][tap] = i >= 0 && i < kKept + steps ? read(input(i) + channel) : 0.0f;
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n) {
+            const int i = n * kEvery + threadIdx.x / kBlockRows;
+            if (i >= kKept && i < kKept + steps) {
+                values[i - kKept][row] = convolved(in[n][0], in[n][1], in[n][2], in[n][3], taps);
+            }
+            if (i >= before && i < kKept + steps) {
+                write(new_rows + static_cast<size_t>(i - before) * width + channel, in[n][3]);
+            }
+        }
+    }
     { // queries and keys, normalised
         const int channel = (warp * key_heads + key_head) * kHead + lane; // and those 32, 64, 96 further on
         const bool keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read these channels
         float4 in[kKept + kSteps], taps[4];
 #pragma unroll
         for (int i = 0; i < kKept + kSteps; ++i) {
+            in[i] = {};
             if (i < kKept + steps) {
                 const float *from = input(i) + channel;
                 in[i] = {read(from), read(from + 32), read(from + 64), read(from + 96)};
@@ -109,32 +164,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         const float factor = warp == 0 ? 0.08838834764831845f : 1.0f; // queries carry 1 / sqrt(128)
         float *to = reinterpret_cast<float *>(warp == 0 ? queries : keys) + lane;
+        // Four steps at a time without a branch between them, so that their chains of exchanges overlap.
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            if (step < steps) {
-                const float4 y = {convolved(in[step].x, in[step + 1].x, in[step + 2].x, in[step + 3].x, taps[0]),
-                                  convolved(in[step].y, in[step + 1].y, in[step + 2].y, in[step + 3].y, taps[1]),
-                                  convolved(in[step].z, in[step + 1].z, in[step + 2].z, in[step + 3].z, taps[2]),
-                                  convolved(in[step].w, in[step + 1].w, in[step + 2].w, in[step + 3].w, taps[3])};
-                const float4 unit = scaled(y, factor / sqrtf(warp_sum(dot(y, y)) + eps));
-                to[step * kHead] = unit.x;
-                to[step * kHead + 32] = unit.y;
-                to[step * kHead + 64] = unit.z;
-                to[step * kHead + 96] = unit.w;
+        for (int group = 0; group < kSteps; group += kTogether) {
+            if (group < steps) {
+                float4 y[kTogether];
+                float squares[kTogether];
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const float4 *w = in + group + i;
+                    y[i] = {convolved(w[0].x, w[1].x, w[2].x, w[3].x, taps[0]),
+                            convolved(w[0].y, w[1].y, w[2].y, w[3].y, taps[1]),
+                            convolved(w[0].z, w[1].z, w[2].z, w[3].z, taps[2]),
+                            convolved(w[0].w, w[1].w, w[2].w, w[3].w, taps[3])};
+                    squares[i] = warp_sum(dot(y[i], y[i]));
+                }
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) {
+                    const float4 unit = scaled(y[i], factor / sqrtf(squares[i] + eps));
+                    to[(group + i) * kHead] = unit.x;
+                    to[(group + i) * kHead + 32] = unit.y;
+                    to[(group + i) * kHead + 64] = unit.z;
+                    to[(group + i) * kHead + 96] = unit.w;
+                }
             }
-        }
-    }
-    for (int index = threadIdx.x; index < (kKept + steps) * kBlockRows; index += kThreads) {
-        const int i = index / kBlockRows, row = index % kBlockRows;
-        const int channel = (2 * key_heads + head) * kHead + block_row + row;
-        const float newest = read(input(i) + channel);
-        if (i >= kKept) {
-            const float4 taps = read(reinterpret_cast<const float4 *>(weight) + channel);
-            values[i - kKept][row] = convolved(read(input(i - 3) + channel), read(input(i - 2) + channel),
-                                               read(input(i - 1) + channel), newest, taps);
-        }
-        if (i >= before) {
-            write(new_rows + static_cast<size_t>(i - before) * width + channel, newest);
         }
     }
     if (threadIdx.x < steps) {
@@ -166,35 +219,180 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (step == before && before > 0) {
             keep(); // the state after the last accepted token; with none it is there already
         }
-        const float growth = decay[step], beta = strength[step];
-        float4 k[kRowQuads], q[kRowQuads];
-#pragma unroll
-        for (int i = 0; i < kRowQuads; ++i) {
-            k[i] = keys[step][i * kLanesRow + part];
-            q[i] = queries[step][i * kLanesRow + part];
-        }
-#pragma unroll
-        for (int r = 0; r < kRowsLane; ++r) {
-            float4 known = {}, answer = {};
-#pragma unroll
-            for (int i = 0; i < kRowQuads; ++i) {
-                s[r][i] = scaled(s[r][i], growth);
-                add_product(known, s[r][i], k[i]);
-            }
-            const float update = beta * (values[step][own_row + r] - row_sum(known));
-#pragma unroll
-            for (int i = 0; i < kRowQuads; ++i) {
-                add_product(s[r][i], {update, update, update, update}, k[i]);
-                add_product(answer, s[r][i], q[i]);
-            }
-            const float result = row_sum(answer);
-            if (step >= before && part == 0) {
-                const size_t token = first + step - before;
-                write(out + (token * value_heads + head) * kHead + block_row + own_row + r, result);
-            }
+        const float2 results = advance(s, keys[step], queries[step], &values[step][own_row], decay[step],
+                                       strength[step], part);
+        if (step >= before && part == 0) {
+            const size_t token = first + step - before;
+            float *to = out + (token * value_heads + head) * kHead + block_row + own_row;
+            write(to, results.x);
+            write(to + 1, results.y);
         }
     }
     if (tokens == 0 && before > 0) {
         keep();
+    }
+}
+
+constexpr int kRun = 16;      // tokens that a warp convolves one after another
+constexpr int kRunWarps = 4;
+
+// A prompt's chunk, first half: the same convolution, normalisation and gates for T tokens of one lane, whose history is
+// at `rows` (half turns[lane]). convolved_out: FP32 [T, channels]; gates: FP32 [2, T, value_heads], decay and strength.
+// Grid: (heads of 128 channels + 1, tokens / (kRun * kRunWarps) rounded up).
+extern "C" __global__ void __launch_bounds__(32 * kRunWarps)
+    delta_convolve(const float *x, const float *x_a, const float *x_b, int x_stride, const float *weight,
+                   const float *a_log, const float *dt_bias, const float *rows, int all_lanes, int lane_index,
+                   const int *turns, float *convolved_out, float *gates, int tokens, int key_heads, int value_heads,
+                   float eps) {
+    const int head = blockIdx.x, heads = gridDim.x - 1, channels = heads * kHead;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int begin = (blockIdx.y * kRunWarps + warp) * kRun, end = min(tokens, begin + kRun);
+    if (head == heads) {
+        for (int index = lane; index < (end - begin) * value_heads; index += 32) {
+            const int token = begin + index / value_heads, own = index % value_heads;
+            const size_t row = static_cast<size_t>(token) * x_stride + own;
+            const size_t to = static_cast<size_t>(token) * value_heads + own;
+            write(gates + to, expf(-expf(read(a_log + own)) * softplus(read(x_a + row) + read(dt_bias + own))));
+            write(gates + static_cast<size_t>(tokens) * value_heads + to, sigmoid(read(x_b + row)));
+        }
+        return;
+    }
+    const int width = channels + 2 * value_heads, channel = head * kHead + lane;
+    const float *history = rows + (static_cast<size_t>(read(turns + lane_index) & 1) * all_lanes + lane_index) *
+                                      kRowsKept * width;
+    const auto input = [&](int token) -> float4 {
+        const float *from = (token < 0 ? history + static_cast<size_t>(token + kKept) * width
+                                       : x + static_cast<size_t>(token) * x_stride) + channel;
+        return {read(from), read(from + 32), read(from + 64), read(from + 96)};
+    };
+    if (begin >= end) {
+        return;
+    }
+    float4 taps[4], in[4] = {input(begin - 3), input(begin - 2), input(begin - 1)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        taps[i] = read(reinterpret_cast<const float4 *>(weight) + channel + 32 * i);
+    }
+    for (int token = begin; token < end; ++token) {
+        in[3] = input(token);
+        float4 y = {convolved(in[0].x, in[1].x, in[2].x, in[3].x, taps[0]),
+                    convolved(in[0].y, in[1].y, in[2].y, in[3].y, taps[1]),
+                    convolved(in[0].z, in[1].z, in[2].z, in[3].z, taps[2]),
+                    convolved(in[0].w, in[1].w, in[2].w, in[3].w, taps[3])};
+        if (head < 2 * key_heads) {
+            const float factor = head < key_heads ? 0.08838834764831845f : 1.0f;
+            y = scaled(y, factor / sqrtf(warp_sum(dot(y, y)) + eps));
+        }
+        float *to = convolved_out + static_cast<size_t>(token) * channels + channel;
+        write(to, y.x);
+        write(to + 32, y.y);
+        write(to + 64, y.z);
+        write(to + 96, y.w);
+        in[0] = in[1];
+        in[1] = in[2];
+        in[2] = in[3];
+    }
+}
+
+// Second half: the recurrence over all tokens, with the state in registers; the same step as in delta_decode, so the same
+// bits. Moves the lane's state and history to the end of the chunk. Grid: (128 / kBlockRows, value_heads).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    delta_scan(const float *x, int x_stride, const float *convolved_in, const float *gates, float *rows, float *state,
+               int all_lanes, int lane_index, const int *turns, float *out, int tokens, int key_heads) {
+    __shared__ float4 queries[kSteps][kQuads], keys[kSteps][kQuads];
+    __shared__ float values[kSteps][kBlockRows], decay[kSteps], strength[kSteps];
+    const int head = blockIdx.y, value_heads = gridDim.y;
+    const int channels = (2 * key_heads + value_heads) * kHead, width = channels + 2 * value_heads;
+    const int key_head = head / (value_heads / key_heads);
+    const int part = threadIdx.x % kLanesRow, own_row = threadIdx.x / kLanesRow * kRowsLane;
+    const int block_row = blockIdx.x * kBlockRows;
+
+    float *history = rows + (static_cast<size_t>(read(turns + lane_index) & 1) * all_lanes + lane_index) * kRowsKept * width;
+    const int blocks = gridDim.x * gridDim.y, block = head * gridDim.x + blockIdx.x;
+    for (int channel = block * kThreads + threadIdx.x; channel < channels; channel += blocks * kThreads) {
+        float kept[kKept];
+#pragma unroll
+        for (int i = 0; i < kKept; ++i) {
+            const int token = tokens - kKept + i;
+            kept[i] = token < 0 ? read(history + (token + kKept) * width + channel)
+                                : read(x + static_cast<size_t>(token) * x_stride + channel);
+        }
+#pragma unroll
+        for (int i = 0; i < kKept; ++i) {
+            write(history + i * width + channel, kept[i]);
+        }
+    }
+
+    float4 *place = reinterpret_cast<float4 *>(state) +
+                    ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_row + own_row) * kQuads + part;
+    float4 s[kRowsLane][kRowQuads];
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+            s[r][i] = read(place + r * kQuads + i * kLanesRow);
+        }
+    }
+
+    // A thread fetches the same places of every run of kSteps tokens, one run ahead of its use.
+    constexpr int kFetched = kSteps * kQuads / kThreads, kOwnValues = kSteps * kBlockRows / kThreads;
+    float4 next_query[kFetched], next_key[kFetched];
+    float next_value[kOwnValues], next_decay = 0, next_strength = 0;
+    const auto fetch = [&](int begin) {
+#pragma unroll
+        for (int n = 0; n < kFetched; ++n) {
+            const int index = n * kThreads + threadIdx.x, token = begin + index / kQuads, quad = index % kQuads;
+            const float4 *row = reinterpret_cast<const float4 *>(convolved_in + static_cast<size_t>(token) * channels);
+            next_query[n] = token < tokens ? read(row + key_head * kQuads + quad) : float4{};
+            next_key[n] = token < tokens ? read(row + (key_heads + key_head) * kQuads + quad) : float4{};
+        }
+#pragma unroll
+        for (int n = 0; n < kOwnValues; ++n) {
+            const int index = n * kThreads + threadIdx.x, token = begin + index / kBlockRows;
+            const size_t from = static_cast<size_t>(token) * channels + (2 * key_heads + head) * kHead + block_row;
+            next_value[n] = token < tokens ? read(convolved_in + from + index % kBlockRows) : 0.0f;
+        }
+        const int token = begin + threadIdx.x;
+        if (threadIdx.x < kSteps && token < tokens) {
+            next_decay = read(gates + static_cast<size_t>(token) * value_heads + head);
+            next_strength = read(gates + (static_cast<size_t>(tokens) + token) * value_heads + head);
+        }
+    };
+    fetch(0);
+    for (int begin = 0; begin < tokens; begin += kSteps) {
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < kFetched; ++n) {
+            const int index = n * kThreads + threadIdx.x;
+            queries[index / kQuads][index % kQuads] = next_query[n];
+            keys[index / kQuads][index % kQuads] = next_key[n];
+        }
+#pragma unroll
+        for (int n = 0; n < kOwnValues; ++n) {
+            const int index = n * kThreads + threadIdx.x;
+            values[index / kBlockRows][index % kBlockRows] = next_value[n];
+        }
+        if (threadIdx.x < kSteps) {
+            decay[threadIdx.x] = next_decay;
+            strength[threadIdx.x] = next_strength;
+        }
+        __syncthreads();
+        fetch(begin + kSteps);
+        for (int step = 0; step < min(kSteps, tokens - begin); ++step) {
+            const float2 results = advance(s, keys[step], queries[step], &values[step][own_row], decay[step],
+                                           strength[step], part);
+            if (part == 0) {
+                float *to = out + (static_cast<size_t>(begin + step) * value_heads + head) * kHead + block_row + own_row;
+                write(to, results.x);
+                write(to + 1, results.y);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+            write(place + r * kQuads + i * kLanesRow, s[r][i]);
+        }
     }
 }

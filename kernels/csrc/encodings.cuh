@@ -22,7 +22,7 @@
 #define FP8_STAGES 3
 #endif
 #ifndef HALF_STAGES
-#define HALF_STAGES 3
+#define HALF_STAGES 2
 #endif
 
 struct Nvfp4 {

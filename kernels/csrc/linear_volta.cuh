@@ -10,8 +10,10 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
 
     Walk<kTurn> ahead;
     Weight next[kTurn];
+    int lane;
 
-    __device__ VoltaTurns(const Task &task, Items items, unsigned char *) : ahead(task, items) {
+    __device__ VoltaTurns(const Task &task, Items items, unsigned char *)
+        : ahead(task, items), lane(kept(threadIdx.x % 32)) {
         if (kAhead) {
             load();
         }
@@ -21,7 +23,6 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
         if (ahead.done()) {
             return;
         }
-        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int step = 0; step < kTurn; ++step) {
             const int group = ahead.turn * kTurn + step;
@@ -45,7 +46,6 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
     // Adds the products of a warp's next turn, which is turn `turn` of the band.
     __device__ void multiply(float (&sum)[kTiles][8], int turn) {
         const Task &task = ahead.task;
-        const int lane = threadIdx.x % 32;
         const int own_token = lane % 4 + lane / 16 * 4;
         Weight now[kTurn];
         if (!kAhead) {

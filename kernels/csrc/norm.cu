@@ -14,12 +14,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int quads = columns / 4;
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
-    float4 values[kQuads];
+    float4 values[kQuads], weights[kQuads]; // all asked for at once: one wait
     float squares = 0;
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
         const int quad = k * kThreads + threadIdx.x;
         values[k] = quad < quads ? read(own + quad) : float4{};
+        weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
     if (delta) {
 #pragma unroll
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kQuads; ++k) {
         const int quad = k * kThreads + threadIdx.x;
         if (quad < quads) {
-            const float4 w = read(reinterpret_cast<const float4 *>(weight) + quad);
+            const float4 w = weights[k];
             const float4 y = {values[k].x * inverse * (1.0f + w.x), values[k].y * inverse * (1.0f + w.y),
                               values[k].z * inverse * (1.0f + w.z), values[k].w * inverse * (1.0f + w.w)};
             if (wide_out) {

@@ -47,3 +47,10 @@ __device__ __forceinline__ uint4 read_now(const void *address) {
 __device__ __forceinline__ void prefetch(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
+
+// The same value, that the compiler keeps in a register instead of computing it again.
+__device__ __forceinline__ int kept(int value) {
+    int same;
+    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(value));
+    return same;
+}

@@ -48,6 +48,7 @@ class Api:
         models, tokens, messages = ModelsApi(service), TokensApi(service), MessagesApi(service)
         open_routes: list[tuple[str, str, Handler]] = [
             ("GET", "/openapi.json", self.openapi),
+            ("GET", "/health", self.ready),
             ("GET", "/health/live", self.live),
             ("GET", "/health/ready", self.ready),
             ("GET", "/metrics", self.metrics),

@@ -7,9 +7,11 @@ tried, so that a schema that cannot be kept is refused before any work.
 from __future__ import annotations
 
 import json
+import time
+from decimal import Decimal
 from typing import Any
 
-from ..grammar import grammar_fault
+from ..grammar import grammar_fault, prepare
 from ..messages import Grammar
 from .errors import bad_request
 from .parameters import is_text, kinds_of, parameters_of, properties_of
@@ -21,7 +23,11 @@ from .tokenizer import END_THINK, END_TOOL_CALL, TOOL_CALL
 # Between tokens of JSON: some, so that the model may write as it is used to, and not so much that it never ends.
 _JSON_SPACE = {"whitespace_pattern": r"[ \n\t]{1,64}"}
 _GAP = r"/[ \n]{0,4}/"
-_MAX_GRAMMAR = 1 << 20
+# What a hostile schema may cost: every rank builds the grammar, and all lanes wait for it.
+_MAX_GRAMMAR = 1 << 20  # characters
+_MAX_PROPERTIES = 1000  # of one object: the time goes with their square
+_MAX_MULTIPLE = 10_000  # of `multipleOf`, its decimal point taken out: the library counts through the remainders
+_MAX_SECONDS = 1.0  # of this thread's own work
 
 
 def chat_grammar(body: ChatBody, tools: list[dict[str, Any]], thinking: bool, plan: ServePlan) -> Grammar | None:
@@ -175,6 +181,7 @@ def _json(schema: dict[str, Any] | bool, *, strict: bool) -> str:
     """A schema as the library takes it. Not strict: keywords that it does not know are passed over, not refused."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
+    _check_cost(schema)
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     try:
         return json.dumps(own | {"x-guidance": _JSON_SPACE | {"lenient": not strict}}, ensure_ascii=True)
@@ -182,11 +189,45 @@ def _json(schema: dict[str, Any] | bool, *, strict: bool) -> str:
         raise bad_request("the JSON schema is nested too deep", "response_format") from error
 
 
+def _check_cost(schema: dict[str, Any]) -> None:
+    """Refuse what the library's own limits do not bound."""
+    left: list[Any] = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        if not isinstance(part, dict):
+            continue
+        left += part.values()
+        multiple, properties = part.get("multipleOf"), part.get("properties")
+        if isinstance(multiple, int | float) and not 0 < _without_point(multiple) <= _MAX_MULTIPLE:
+            raise bad_request(
+                f"the JSON schema has multipleOf {multiple}; its digits, without a point, may be 1 to {_MAX_MULTIPLE}",
+                "response_format",
+            )
+        if isinstance(properties, dict) and len(properties) > _MAX_PROPERTIES:
+            raise bad_request(
+                f"the JSON schema has an object of {len(properties)} properties, at most {_MAX_PROPERTIES}",
+                "response_format",
+            )
+
+
+def _without_point(number: float) -> Decimal:
+    """The whole number that the digits of `number` spell: 12.5 gives 125."""
+    value = Decimal(str(number)).normalize()
+    exponent = value.as_tuple().exponent
+    return value.scaleb(-exponent) if isinstance(exponent, int) and exponent < 0 else value
+
+
 def _tried(text: str, after: int | None, plan: ServePlan, param: str) -> Grammar:
     if len(text) > _MAX_GRAMMAR:
         raise bad_request(f"the schema has {len(text)} characters, at most {_MAX_GRAMMAR}", param)
     tokenizer = plan.tokenizer
+    prepare(tokenizer.file, tokenizer.size, tokenizer.stop_ids)  # once a server, and no part of the form's cost
+    began = time.thread_time()
     fault = grammar_fault(text, tokenizer.file, tokenizer.size, tokenizer.stop_ids)
     if fault is not None:
         raise bad_request(f"this form cannot be kept: {fault[:500]}", param)
+    if time.thread_time() - began > _MAX_SECONDS:
+        raise bad_request(f"this form takes more than {_MAX_SECONDS:g} s to prepare; make its schema smaller", param)
     return Grammar(text, after, tokenizer.stop_ids)

@@ -74,7 +74,12 @@ class Hub:
         return len(self._open) - self.running
 
     def check_room(self, count: int = 1) -> None:
-        """Raises ApiError 503 (no ranks, draining) or 429 (queue full) before any work is done for a request."""
+        """Raises ApiError before any work is done for a request.
+
+        400: more answers than the server ever holds; 503: no ranks, draining; 429: queue full.
+        """
+        if count > self.capacity:
+            raise bad_request(f"{count} answers in one request, this server holds {self.capacity} at a time", "n")
         if self.draining:
             raise unavailable("the server is stopping", 5)
         if self.send is None:
@@ -94,16 +99,9 @@ class Hub:
     def submit(self, requests: list[GenerateRequest], names: tuple[str, ...] = ()) -> list[OpenRequest]:
         """Number the requests and send them to all ranks; they share one queue of events.
 
-        Raises as check_room, ApiError 400 for more requests than the server ever holds or a name that is in use, and
-        what `send` raises: nothing stays open then.
+        Raises as check_room, and what `send` raises: nothing stays open then.
         """
-        if len(requests) > self.capacity:
-            raise bad_request(
-                f"{len(requests)} answers in one request, this server holds {self.capacity} at a time", "n"
-            )
         self.check_room(len(requests))
-        if any(name in opened.names for opened in self._open.values() for name in names):
-            raise bad_request("a request of this id is being answered", "request_id")
         events: Events = asyncio.Queue()
         answers: list[OpenRequest] = []
         try:

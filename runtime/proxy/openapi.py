@@ -29,7 +29,7 @@ _POSTS: dict[str, type[Body]] = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-_OPEN = ("/health/live", "/health/ready", "/metrics", "/status", "/openapi.json")
+_OPEN = ("/health", "/health/live", "/health/ready", "/metrics", "/status", "/openapi.json")
 _GETS = ("/v1/models", *_OPEN)
 _ERRORS = {
     "400": "the request is at fault; the message says where",
@@ -69,5 +69,5 @@ def openapi(with_key: bool) -> dict[str, Any]:
 def _responses(path: str) -> dict[str, Any]:
     good = {"200": {"description": "as the API has it"}}
     if path in _OPEN:
-        return good | ({"503": {"description": "not ready"}} if path == "/health/ready" else {})
+        return good | ({"503": {"description": "not ready"}} if path in ("/health", "/health/ready") else {})
     return good | {status: {"description": text} for status, text in _ERRORS.items()}

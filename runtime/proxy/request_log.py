@@ -19,7 +19,7 @@ from .log_file import LogFile
 from .meters import Meters
 from .opened import OpenRequest
 
-_UNLOGGED = frozenset({"/health/live", "/health/ready", "/metrics", "/status"})  # asked every few seconds
+_UNLOGGED = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/status"})  # asked every few seconds
 _MOST_CONTENT = 1 << 20  # bytes of a body that a line repeats
 _spell = msgspec.json.Encoder().encode
 

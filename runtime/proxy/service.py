@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from .errors import ApiError, bad_request
+from .errors import ApiError
 from .hub import Hub
 from .plan import ServePlan
 from .sampling import SamplingDefaults
@@ -56,10 +56,9 @@ class Service:
         return decode_body(await _read(request), kind)
 
     def stamp(self, request: Request) -> Stamp:
-        """A fresh name, or the one that the client gives with X-Request-Id. Raises ApiError for one that is no name."""
-        name = request.headers.get("x-request-id") or uuid.uuid4().hex[:24]
-        if not _NAME.fullmatch(name):
-            raise bad_request("X-Request-Id: expected 1 to 128 letters, digits or _ . : -", "request_id")
+        """A fresh name, or the one that the client, or a gateway before it, gives with X-Request-Id if it is a plain one."""
+        given = request.headers.get("x-request-id", "")
+        name = given if _NAME.fullmatch(given) else uuid.uuid4().hex[:24]
         return Stamp(name, int(time.time()), self.plan.model_id)
 
 

@@ -1,6 +1,9 @@
 """The stream gives a file's bytes in order, whatever is taken, and says so if the file is shorter than it was."""
 
+import errno
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,37 @@ from duovolt.checkpoint.errors import InputError
 from duovolt.checkpoint.stream import LARGEST, ByteStream
 
 
-def test_pieces_of_any_size(tmp_path: Path) -> None:
+def flaky_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then nothing, or less than was asked for, is in memory; and a read of the disk is cut short."""
+    rng, preadv = random.Random(2), os.preadv
+
+    def some(descriptor: int, buffers: list[np.ndarray], offset: int, flags: int) -> int:
+        if flags and rng.random() < 0.3:
+            raise OSError(errno.EAGAIN, "not in memory")
+        if rng.random() < 0.3:
+            buffers = [buffers[0][: rng.randrange(1, len(buffers[0]) + 1)]]
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", some)
+
+
+def no_such_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def refuse(descriptor: int, buffers: list[np.ndarray], offset: int, flags: int) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.parametrize("cache", [None, flaky_cache, no_such_flag])
+def test_pieces_of_any_size(
+    tmp_path: Path, cache: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cache is not None:
+        cache(monkeypatch)
     path, rng = tmp_path / "file", random.Random(1)
     content = np.random.default_rng(1).integers(0, 256, 11_000_003, dtype=np.uint8)
     path.write_bytes(content.tobytes())
@@ -29,3 +62,17 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
         assert bytes(stream.take(3)) == b"123"
         with pytest.raises(InputError, match=r"file: ends at byte 5"):
             stream.take(3)
+
+
+@pytest.mark.parametrize("refused", ["all reads", "those of the disk"])
+def test_a_disk_that_gives_an_error(tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+
+    def fail(descriptor: int, buffers: list[np.ndarray], offset: int, flags: int) -> int:
+        raise OSError(errno.EAGAIN if flags and refused != "all reads" else errno.EIO, "fault")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with ByteStream(path) as stream, pytest.raises(OSError, match="fault") as found:
+        stream.take(3)
+    assert (found.value.errno, found.value.filename) == (errno.EIO, str(path))

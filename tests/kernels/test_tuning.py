@@ -59,3 +59,8 @@ def test_shared_memory_of_rings_and_sums():
     assert Choice().shared_bytes("any", 24, "sm_90") == most
     with pytest.raises(ValueError, match="stages from 2 to 8"):
         msgspec.convert({"stages": STAGES | {"fp8": 9}}, Choice)
+
+
+def test_default_rings_fit_every_card_that_has_them():
+    most = max(Choice().shared_bytes("any", tokens, "sm_86") for tokens in (8, 16, 24))
+    assert most <= 99 << 10  # of a block on sm_86, sm_89 and sm_120

@@ -61,6 +61,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "top_p": 0}, 400, "top_p", "> 0"),
     (CHAT, {"messages": USER, "n": 0}, 400, "n", ">= 1"),
     (CHAT, {"messages": USER, "n": 0, "stream": True}, 400, "n", ">= 1"),
+    (CHAT, {"messages": USER, "n": 4}, 400, "n", "4 answers in one request, this server holds 3"),
     (CHAT, {"messages": USER, "n": 129}, 400, "n", "<= 128"),
     (CHAT, {"messages": USER, "stream": "yes"}, 400, "stream", "`bool"),
     (CHAT, {"messages": USER, "stop": ["a", ""]}, 400, "stop", "empty"),
@@ -100,6 +101,11 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "response_format": form({"$ref": "http://127.0.0.1:9/x"})}, 400, "response_format", "kept"),
     (CHAT, {"messages": USER, "response_format": form({"not": {"type": "string"}})}, 400, "response_format", "kept"),
     (CHAT, {"messages": USER, "response_format": form({"enum": ["x" * 1100000]})}, 400, "response_format", "characters"),
+    (CHAT, {"messages": USER, "response_format": form({"anyOf": [{"multipleOf": 99991}]})}, 400, "response_format", "99991"),
+    (CHAT, {"messages": USER, "response_format": form({"multipleOf": 9999.9999})}, 400, "response_format", "9999.9999"),
+    (CHAT, {"messages": USER, "response_format": form({"multipleOf": 1e300})}, 400, "response_format", "1e+300"),
+    (CHAT, {"messages": USER, "response_format": form({"properties": {str(key): {} for key in range(1001)}})}, 400,
+     "response_format", "1001 properties, at most 1000"),
     (CHAT, {"messages": USER, "response_format": form({}), "ignore_eos": True}, 400, "ignore_eos", "ends where"),
     (COMPLETION, {"prompt": "x", "response_format": form({"type": 3})}, 400, "response_format", "cannot be kept"),
     (CHAT, {"messages": USER, "top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "<= 20"),
@@ -147,22 +153,97 @@ def test_a_body_too_large_is_413(api: LocalApi) -> None:
     assert answer["error"]["code"] == "body_too_large"
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    body=st.dictionaries(
-        st.sampled_from(["messages", "temperature", "stop", "stream", "tools", "logit_bias", "seed", "max_tokens", "x",
-                         "chat_template_kwargs", "tool_choice", "stream_options", "n", "response_format"]),
-        st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-            lambda inner: st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name", "tool_calls"]), inner, max_size=3),
-            max_leaves=8,
-        ),
-    )
+ANTHROPIC = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+RESPONSES = "/v1/responses"
+
+
+def mine(content: Any, role: str = "user") -> dict[str, Any]:
+    return {"max_tokens": 5, "messages": [{"role": role, "content": content}]}
+
+
+OTHERS: list[tuple[str, Any, str]] = [
+    (ANTHROPIC, b"{", "not valid JSON"),
+    (ANTHROPIC, {"messages": USER}, "max_tokens"),
+    (ANTHROPIC, {"max_tokens": 5, "messages": []}, "messages"),
+    (ANTHROPIC, mine("x", "tool"), "messages[0].role: 'tool' is not one of user, assistant, system"),
+    (ANTHROPIC, mine(3), "messages[0].content: expected text or a list of blocks"),
+    (ANTHROPIC, mine(["x"]), "messages[0].content: expected text or a list of blocks"),
+    (ANTHROPIC, mine([{"type": "text"}]), "messages[0].content[0]: expected a block of type text"),
+    (ANTHROPIC, mine([{"type": "text", "text": "a"}, {"type": "image"}]), "messages[0].content[1]: this server reads text only"),
+    (ANTHROPIC, mine([{"type": "tool_result", "content": [{"type": "image"}]}]), "reads text only, not image"),
+    (ANTHROPIC, mine("x", "assistant"), "cannot go on with one"),
+    (ANTHROPIC, mine("x") | {"max_tokens": 0}, ">= 1"),
+    (ANTHROPIC, mine("x") | {"max_tokens": 10**30}, "max_tokens"),
+    (ANTHROPIC, mine("x") | {"system": [{"type": "image"}]}, "reads text only"),
+    (ANTHROPIC, mine("x") | {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "custom tools only"),
+    (ANTHROPIC, mine("x") | {"tools": [{"name": "f"}]}, "tools[0]: expected a name and an input_schema"),
+    (ANTHROPIC, mine("x") | {"tool_choice": {"type": "tool"}}, "tool_choice"),
+    (ANTHROPIC, mine("x") | {"tool_choice": {"type": "any"}}, "has no tools"),
+    (ANTHROPIC, mine("x") | {"thinking": {"type": "maybe"}}, "thinking.type"),
+    (ANTHROPIC, mine("x") | {"stop_sequences": [""]}, "empty"),
+    (ANTHROPIC, mine("x") | {"temperature": 9}, "<= 2"),
+    (ANTHROPIC, mine("x") | {"output_config": {"format": {"type": "json_schema"}}}, "expected a JSON schema"),
+    (COUNT, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "reads text only"),
+    (RESPONSES, b"{,", "not valid JSON"),
+    (RESPONSES, {}, "input"),
+    (RESPONSES, {"input": []}, "expected text or at least one item"),
+    (RESPONSES, {"input": "x", "store": True}, "keeps no state"),
+    (RESPONSES, {"input": "x", "previous_response_id": "r"}, "keeps no state"),
+    (RESPONSES, {"input": "x", "conversation": "c"}, "keeps no state"),
+    (RESPONSES, {"input": "x", "background": True}, "keeps no state"),
+    (RESPONSES, {"input": "x", "truncation": "auto"}, "never cuts"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text only"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0]: expected a name and arguments"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "not JSON"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "functions only"),
+    (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "cannot be kept"),
+    (RESPONSES, {"input": "x", "max_output_tokens": 10**8}, f"context is {CONTEXT} tokens"),
+    ("/v1/abort", {}, "request_id"),
+    ("/v1/abort", {"request_id": "x" * 300}, "<= 256"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "words"), OTHERS, ids=[str(number) for number in range(len(OTHERS))])
+def test_bad_input_of_the_other_apis(api: LocalApi, path: str, body: Any, words: str) -> None:
+    status, answer = api.post(path, body)
+    assert status == 400, answer
+    if path.startswith(ANTHROPIC):
+        assert set(answer) == {"type", "error"} and set(answer["error"]) == {"type", "message"}
+    else:
+        assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == "invalid_request_error" and words in answer["error"]["message"]
+    assert api.sent == []
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name", "tool_calls", "text", "schema", "format",
+                                       "input_schema", "parameters", "properties", "enum"]), inner, max_size=3),
+    max_leaves=8,
 )  # fmt: skip
-def test_no_body_makes_a_server_error(api: LocalApi, body: Any) -> None:
+KEYS = st.sampled_from(["messages", "temperature", "stop", "stream", "tools", "logit_bias", "seed", "max_tokens", "x", "input",
+                        "chat_template_kwargs", "tool_choice", "stream_options", "n", "response_format", "system", "thinking",
+                        "instructions", "text", "reasoning", "output_config", "include", "stop_sequences", "prompt", "echo"]
+)  # fmt: skip
+WHOLE: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": USER},
+    COMPLETION: {"prompt": "x"},
+    ANTHROPIC: {"messages": USER, "max_tokens": 5},
+    COUNT: {"messages": USER},
+    RESPONSES: {"input": "x"},
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(body=st.dictionaries(KEYS, VALUES), path=st.sampled_from(sorted(WHOLE)))
+def test_no_body_makes_a_server_error(api: LocalApi, body: Any, path: str) -> None:
     api.answers = [ScriptedAnswer(blocks("Hello"))]
-    for content in (body, {"messages": USER} | body):
-        status, answer = api.post(CHAT, content)
+    for content in (body, WHOLE[path] | body):
+        status, answer = api.post(path, content)
         assert status in (200, 400), answer
-        assert status == 200 or set(answer["error"]) == {"message", "type", "param", "code"}
+        assert status == 200 or "message" in answer["error"]

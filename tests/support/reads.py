@@ -1,6 +1,8 @@
-"""Notes every unbuffered read of a file: the large reads of our stages are all of that kind."""
+"""Notes every large read of a file: unbuffered ones, and those of what the kernel has in memory."""
 
+import errno
 import io
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,9 @@ class Reads:
         return sum(sizes) / len(sizes)
 
 
-def note_reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
-    """From now on, until the test ends."""
-    reads, plain = Reads(), Path.open
+def note_reads(monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> Reads:
+    """From now on, until the test ends. `in_memory`: False makes the kernel say that every read must go to the disk."""
+    reads, plain, preadv = Reads(), Path.open, os.preadv
 
     class Noted(io.FileIO):
         def readinto(self, buffer: Any) -> int:
@@ -37,17 +39,19 @@ def note_reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
                 reads.seen.append((Path(str(self.name)), at, count))
             return count
 
-        def read(self, size: int | None = -1) -> bytes:
-            at = self.tell()
-            found = super().read(size)
-            if found:
-                reads.seen.append((Path(str(self.name)), at, len(found)))
-            return found
-
     def opened(self: Path, mode: str = "r", buffering: int = -1, **more: Any) -> Any:
         if mode == "rb" and buffering == 0:
             return Noted(str(self))
         return plain(self, mode, buffering, **more)
 
+    def noted_preadv(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags and not in_memory:
+            raise OSError(errno.EAGAIN, "not in memory")
+        count = preadv(descriptor, buffers, offset, flags)
+        if count:
+            reads.seen.append((Path(f"/proc/self/fd/{descriptor}").readlink(), offset, count))
+        return count
+
     monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "preadv", noted_preadv)
     return reads

@@ -500,6 +500,7 @@ def is_found(world: World, with_source: bool) -> bool:
         return "unfinished" in str(error)
 
 
+@pytest.mark.timeout(900)  # half a minute on an idle core, minutes on a busy one
 def test_every_damage_is_found(world: World) -> None:
     sound = contents(world)
     assert verify(source=world.source, converted=world.converted, ranks=world.ranks).ok

@@ -15,6 +15,7 @@ from duovolt.kernels.delta import (
     delta_decode,
     delta_decode_reference,
     delta_prefill,
+    delta_prefill_reference,
 )
 
 from .support import WIDE_ERROR, Guarded, bits, data, relative
@@ -164,13 +165,33 @@ def test_the_reference_does_the_same(device):
     assert torch.equal(ours[0].rows, theirs[0].rows)
 
 
-def test_decode_goes_on_where_prefill_ended(device):
-    layer = Layer(device, tokens=80)
-    memory = layer.memory()
-    first = delta_prefill(*layer.parts(slice(0, 70)), layer.weights, *memory, 0)
-    then = step(layer, memory, slice(70, 74))
+@pytest.mark.parametrize("cuts", [(70,), (1, 2, 67), (64, 6), (16, 17, 37)], ids=str)
+def test_prefill_has_the_bits_of_decoding_one_by_one(device, cuts):
+    layer = Layer(device, 1, 2, tokens=74)
+    plain, memory = layer.memory(2, 1), layer.memory(2, 1)
+    wanted = torch.cat([step(layer, plain, slice(t, t + 1), 1, accepted=1) for t in range(74)])
+    got, first = [], 0
+    for count in cuts:
+        mixed, a, b = layer.parts(slice(first, first + count))
+        out = Guarded((count, 2, HEAD), torch.float32, device)
+        assert delta_prefill(mixed, a, b, layer.weights, *memory, 1, out.inner) is out.inner and out.intact
+        got.append(out.inner)
+        first += count
+    then = step(layer, memory, slice(70, 74), 1)
+    assert torch.equal(bits(torch.cat([*got, then])), bits(wanted))
     outputs, _ = layer.exact(slice(0, 74))
-    assert relative(torch.cat((first, then)), outputs) <= WIDE_ERROR
+    assert relative(wanted, outputs) <= WIDE_ERROR
+
+
+def test_chunks_of_the_reference_end_in_the_same_state(device):
+    layer = Layer(device, 1, 2, tokens=74)
+    ours, theirs = layer.memory(), layer.memory()
+    for rows in (slice(0, 2), slice(2, 74)):
+        got = delta_prefill(*layer.parts(rows), layer.weights, *ours, 0)
+        wanted = delta_prefill_reference(*layer.parts(rows), layer.weights, *theirs, 0)
+        assert relative(got, wanted.double().cpu().numpy()) <= WIDE_ERROR
+    assert relative(ours[0].state, theirs[0].state.double().cpu().numpy()) <= WIDE_ERROR
+    assert torch.equal(ours[0].history(0, ours[1]), theirs[0].history(0, theirs[1]))
 
 
 def test_bad_calls_are_refused():
@@ -183,6 +204,7 @@ def test_bad_calls_are_refused():
         (lambda: delta_decode(mixed, a, b.half(), layer.weights, *memory, batch), "b is torch.float16"),
         (lambda: DeltaWeights(layer.weights.conv[:900], layer.weights.a_log, layer.weights.dt_bias), "conv is"),
         (lambda: DeltaWeights(layer.weights.conv, layer.weights.a_log, torch.zeros(3)), r"dt_bias is \[3\]"),
+        (lambda: delta_prefill(mixed, a, b, layer.weights, *memory, 1), "lane is 1: expected 0 to 0"),
         (lambda: delta_decode(mixed, a, b, layer.weights, *memory, batch), "runs on a CUDA device"),
     ):
         with pytest.raises(InputError, match=message):

@@ -6,17 +6,9 @@ import torch
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels.delta import Progress
-from duovolt.kernels.sampling import (
-    DRAFT,
-    Cuts,
-    Decision,
-    Distributions,
-    LaneSampling,
-    decide,
-    decide_reference,
-    log_probabilities,
-    log_probabilities_reference,
-)
+from duovolt.kernels.logprobs import log_probabilities, log_probabilities_reference
+from duovolt.kernels.sampling import DRAFT, decide, decide_reference
+from duovolt.kernels.sampling_state import Cuts, Decision, Distributions, LaneSampling
 from duovolt.runtime.engine.sampling import Purpose, Sampler
 from duovolt.runtime.engine.speculation import Draft, judge
 from duovolt.runtime.messages import SamplingParams
@@ -64,10 +56,23 @@ def lanes_with(wishes: list[dict], device: torch.device, vocabulary: int = V) ->
     return sampling
 
 
+def reference_of(logits, decision, sampling, into, **options):
+    """The reference on the CPU, where ranks run it: on a GPU, torch divides by a scalar with another rounding."""
+
+    def moved(record):
+        return type(record)(*(None if x is None else x.cpu() for x in vars(record).values()))
+
+    own = moved(sampling)
+    drawn = moved(decide_reference(logits.cpu(), moved(decision), own, moved(into), **options))
+    for name in ("seen", "counts"):
+        getattr(sampling, name).copy_(getattr(own, name))
+    return drawn
+
+
 def same(got, wanted) -> None:
     assert got.tokens.tolist() == wanted.tokens.tolist()
     assert got.produced.tolist() == wanted.produced.tolist()
-    torch.testing.assert_close(got.chance, wanted.chance, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(got.chance.cpu(), wanted.chance, rtol=1e-9, atol=1e-15)
 
 
 KINDS = ("normal", "ties", "equal", "far", "zeros")
@@ -85,7 +90,7 @@ def test_a_token_is_the_references(device, wish, kind):
     cuts = Cuts("top_k" in WISHES[wish], "top_p" in WISHES[wish])
     for position in range(many):
         results = []
-        for operation in (decide, decide_reference):
+        for operation in (decide, reference_of):
             sampling = lanes_with([WISHES[wish]] * 2, device)
             decision = Decision.of([0, 1], [position, position + 1000], [[], []], device)
             results.append(operation(logits, decision, sampling, Distributions.empty(2, V, device), cuts=cuts))
@@ -152,7 +157,7 @@ def test_certain_drafts_and_lanes_side_by_side(device, wish):
     logits = logits_of("normal", 6, rng, device)
     logits[5, 17] = float("nan")
     results = []
-    for operation in (decide, decide_reference):
+    for operation in (decide, reference_of):
         sampling = lanes_with([WISHES[wish], WISHES["greedy"], WISHES[wish]], device)
         best = int(logits[3].argmax())
         decision = Decision.of([0, 1, 2], [50, 60, 70], [[7, 8], [best], []], device)
@@ -200,7 +205,7 @@ def test_the_real_vocabulary(wish):
     logits = logits_of("normal", 4, np.random.default_rng(0), device, vocabulary + 243)[:, :vocabulary]
     for position in range(5):
         results = []
-        for operation in (decide, decide_reference):
+        for operation in (decide, reference_of):
             sampling = lanes_with([WISHES[wish]], device, vocabulary)
             decision = Decision.of([0], [position], [[5, 6, 7]], device)
             into = Distributions.empty(4, vocabulary, device)

@@ -9,8 +9,10 @@ from duovolt.kernels import build as builder
 
 from .support import FORBIDDEN
 
+SOURCES = ("attention", "delta", "kvcache", "logprobs", "norm", "rope", "sampling", "speculation")
 
-@pytest.mark.parametrize("source", ["attention.cu", "delta.cu", "kvcache.cu", "norm.cu", "rope.cu", "sampling.cu"])
+
+@pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])
 def test_ptx_is_for_sm_70_and_holds_nothing_that_volta_lacks(source):
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
     try:

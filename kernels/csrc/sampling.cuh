@@ -1,0 +1,170 @@
+// What the kernels of sampling share: the slices of a vocabulary, order and weight of logits, sums over a block.
+#pragma once
+#include "common.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kSlices = 32;
+constexpr int kDigits = 16;
+constexpr int kPasses = 8;
+constexpr int kMaxDrafts = 5;
+constexpr int kAllTies = 0x7FFFFFFF;
+enum { kSample = 0, kDraft = 1, kAccept = 2, kResidual = 3 }; // what a random number is for
+
+// What each lane asked for. FP64 [lanes]: temperature, top_p, min_p; FP32: repetition, presence, frequency.
+struct Wishes {
+    const double *temperature, *top_p, *min_p;
+    const int *top_k;
+    const float *repetition, *presence, *frequency;
+};
+
+// A distribution a row: adjusted logits FP32 [rows, vocabulary], and what describes the cut.
+struct Rows {
+    float *logits;
+    float *slice_peak;       // [rows, kSlices]
+    int *slice_best;         // [rows, kSlices], -1 if a logit of the slice is not finite
+    int *digit_counts;       // [rows, 2, kSlices, kDigits], of even and of odd passes
+    double *digit_masses;    // likewise
+    unsigned *prefix;        // [rows, kPasses + 1]: the digits found before each pass, at the top of the word
+    int *above;              // [rows, kPasses + 1]: values that are larger for certain
+    double *mass_above;      // [rows, kPasses + 1]
+    double *limit;           // [rows]: the mass to reach
+    unsigned *floor;         // [rows]: the cut by top-k, and how many equal to it are inside
+    int *floor_ties;         // [rows]
+    unsigned *cut;           // [rows]: the last cut
+    int *ties;               // [rows]: how many equal to it are inside
+    int *slice_equal;        // [rows, kSlices]: values equal to the cut
+    double *slice_mass;      // [rows, kSlices]: mass inside the cut
+};
+
+__device__ __forceinline__ unsigned ascending(float value) {
+    const unsigned bits = __float_as_uint(value + 0.0f); // minus zero equals zero
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float value_of(unsigned key) {
+    return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
+}
+__device__ __forceinline__ double weight(float value, float peak, double temperature) {
+    return exp((static_cast<double>(value) - static_cast<double>(peak)) / temperature);
+}
+
+__device__ __forceinline__ double warp_total(double value) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        value += __shfl_xor_sync(kAll, value, step);
+    }
+    return value;
+}
+__device__ __forceinline__ double block_total(double value, double *scratch) {
+    value = warp_total(value);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        scratch[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    double total = scratch[0];
+    for (int warp = 1; warp < kWarps; ++warp) {
+        total += scratch[warp];
+    }
+    return total;
+}
+
+// The set bits of the threads before this one in the block, and those of all.
+__device__ __forceinline__ int rank_in_block(bool flag, int *scratch, int &all) {
+    const unsigned votes = __ballot_sync(kAll, flag);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __syncthreads();
+    if (lane == 0) {
+        scratch[warp] = __popc(votes);
+    }
+    __syncthreads();
+    int rank = __popc(votes & ((1u << lane) - 1));
+    all = 0;
+    for (int other = 0; other < kWarps; ++other) {
+        rank += other < warp ? scratch[other] : 0;
+        all += scratch[other];
+    }
+    return rank;
+}
+
+// Largest logit of a row and its lowest id (-1: not all finite): a lane takes a slice. Whole warps call it.
+__device__ __forceinline__ float row_peak(const Rows &rows, int row, int &best) {
+    static_assert(kSlices == 32, "a slice a lane");
+    const int lane = threadIdx.x % 32;
+    float peak = read(rows.slice_peak + row * kSlices + lane);
+    best = read(rows.slice_best + row * kSlices + lane);
+    const bool finite = __ballot_sync(kAll, best == -1) == 0;
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        const float other = __shfl_xor_sync(kAll, peak, step);
+        const int id = __shfl_xor_sync(kAll, best, step);
+        if (other > peak || (other == peak && id < best)) {
+            peak = other;
+            best = id;
+        }
+    }
+    best = finite ? best : -1;
+    return peak;
+}
+
+// A row's distribution as a block sees it.
+struct View {
+    const float *logits;
+    double temperature, min_p, total;
+    float peak;
+    unsigned cut;
+    int ties, vocabulary;
+
+    // Weight of an id; `rank` counts the ids before it that equal the cut.
+    __device__ double at(float value, int rank) const {
+        const unsigned key = ascending(value);
+        if (key < cut || (key == cut && rank >= ties)) {
+            return 0.0;
+        }
+        const double w = weight(value, peak, temperature);
+        return w >= min_p ? w : 0.0;
+    }
+};
+
+// Nothing was cut: cut 0 and all ties. Sums the masses of the slices if `summed`. Whole warps call it.
+__device__ __forceinline__ View view_of(const Rows &rows, const Wishes &wishes, int row, int lane, int vocabulary,
+                                        bool selected, bool summed) {
+    View view;
+    int best;
+    view.logits = rows.logits + static_cast<size_t>(row) * vocabulary;
+    view.temperature = read(wishes.temperature + lane);
+    view.min_p = read(wishes.min_p + lane);
+    view.peak = row_peak(rows, row, best);
+    view.cut = selected ? read(rows.cut + row) : 0;
+    view.ties = selected ? read(rows.ties + row) : kAllTies;
+    view.vocabulary = vocabulary;
+    view.total = summed ? warp_total(read(rows.slice_mass + row * kSlices + threadIdx.x % 32)) : 0.0;
+    return view;
+}
+
+// Walks a slice in the order of ids, kThreads at a time: `visit(id, weight)` with weight 0 behind the end. All threads
+// call it together.
+template <class Visit>
+__device__ __forceinline__ void walk(const View &view, int begin, int end, int rank, int *scratch, Visit visit) {
+    for (int first = begin; first < end; first += kThreads) {
+        const int id = first + threadIdx.x;
+        const float value = id < end ? read(view.logits + id) : 0.0f;
+        int own = 0;
+        if (view.ties != kAllTies) {
+            int all;
+            own = rank + rank_in_block(id < end && ascending(value) == view.cut, scratch, all);
+            rank += all;
+        }
+        if (visit(id, id < end ? view.at(value, own) : 0.0)) {
+            return;
+        }
+    }
+}
+
+__device__ __forceinline__ int rank_before(const Rows &rows, const View &view, int row, int slice) {
+    if (view.ties == kAllTies) {
+        return 0;
+    }
+    const int lane = threadIdx.x % 32;
+    return static_cast<int>(warp_total(lane < slice ? read(rows.slice_equal + row * kSlices + lane) : 0));
+}

@@ -1,0 +1,85 @@
+"""The kernel bench and the tuning, with a clock of our own in place of a GPU."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from duovolt.checkpoint.errors import EnvironmentFault
+from duovolt.cli.main import main
+from duovolt.kernels import tuning
+from duovolt.kernels.tuning import STAGES, Choice, choice
+from duovolt.perf import kernels, kernels_tune
+from duovolt.perf.kernels import Case
+
+SMALL = (
+    Case("attention in", (("fp8", 64, 32), ("fp8", 32, 32))),
+    Case("delta in", (("fp8", 64, 32), ("half", 24, 32))),
+    Case("mixer out", (("fp8", 64, 48),), residual=True),
+    Case("gate up", (("nvfp4", 64, 32), ("nvfp4", 64, 32)), swiglu=True),
+    Case("down", (("nvfp4", 64, 64),), residual=True),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "CASES", SMALL)
+    monkeypatch.setattr(kernels_tune, "CASES", SMALL)
+    for module in (kernels, kernels_tune):
+        monkeypatch.setattr(module, "copies_of", lambda nbytes, pool=0: 2)
+    monkeypatch.setattr("duovolt.cli.bench_kernels.CASES", SMALL)
+    monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(kernels, "the_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("duovolt.cli.bench_kernels.loadable", lambda device: ["sm_90", "compute_70"])
+    monkeypatch.setattr(kernels, "prepare", lambda device: None)
+    monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
+
+
+def ticking(calls) -> float:
+    assert len(calls) == 2
+    assert all(call.func.__name__ in ("linears", "swiglu", "mm") for call in calls)
+    return {"": 2e-5, "arithmetic": 1.5e-5, "loads": 1e-5}[choice_now().ablate]
+
+
+def choice_now() -> Choice:
+    return tuning._override.get() or Choice()
+
+
+def test_bench_prints_a_line_a_case_and_what_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "time_graph", ticking)
+    assert main(["bench", "kernels", "--tokens", "1", "3", "--ablate", "--only", "gate up", "delta in"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * (2 * 2 + 2 * 2)
+    assert "gate up" in lines[-1] and "no loads" in lines[-1] and "share 1.00" in lines[-1]
+    assert "sm_90" in lines[0] and "T 1" in lines[0] and "20.00 us" in lines[0] and "share 0.50" in lines[0]
+    assert main(["bench", "kernels", "--tokens", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {fact["case"] for fact in facts} == {case.name for case in SMALL}
+    gate = next(fact for fact in facts if fact["case"] == "gate up")
+    assert gate["nbytes"] == 2 * (64 * 32 // 2 + 64 * 2 + 4) and gate["share"] == 0.5 and gate["without"] == ""
+
+
+def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
+    best = {"nvfp4": 3, "fp8": 4, "half": 2}
+
+    def clock(calls) -> float:
+        now = choice_now()
+        if 6 in now.stages.values():
+            raise EnvironmentFault("shared memory of linear_half_8 failed")
+        wrong = sum(abs(now.stages[name] - best[name]) for name in STAGES)
+        return (10 + wrong + abs(now.blocks_a_sm - 2)) * 1e-6
+
+    monkeypatch.setattr(kernels_tune, "time_graph", clock)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a card")
+    assert main(["kernels", "tune"]) == 0
+    out = capsys.readouterr().out
+    assert "shared memory of linear_half_8 failed" in out and "kept" in out
+    assert tuning.read() == {"a card": Choice(best, 2)}
+    found = kernels_tune.tune(torch.device("cpu"), lambda text: None)
+    assert math.isclose(found.microseconds, 10)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a card")
+    tuning._stored.cache_clear()
+    assert choice(0) == Choice(best, 2)
+    tuning._stored.cache_clear()
