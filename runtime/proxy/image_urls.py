@@ -41,9 +41,11 @@ def fetch_image(url: str, allowed: Callable[[Address], bool] = is_public) -> byt
     scheme, host, port, target = _parts(url)
     address = _resolve(host, port, allowed)
     link: socket.socket | None = None
+    late = threading.Event()
 
     def hang_up() -> None:
         """End every wait on the connection, however slowly the other side drips."""
+        late.set()
         if link is not None:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
@@ -60,12 +62,15 @@ def fetch_image(url: str, allowed: Callable[[Address], bool] = is_public) -> byt
         connection = http.client.HTTPConnection(host, port)
         connection.sock = link
         connection.request("GET", target, headers={"Accept": "image/*", "Connection": "close"})
-        return _body(connection.getresponse(), host)
+        data = _body(connection.getresponse(), host)
+        if late.is_set():  # an end that this side made reads like the other's
+            raise TimeoutError
+        return data
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, ImageFault):
             raise
-        late = "" if deadline.is_alive() else f" within {FETCH_SECONDS:g} s"
-        raise ImageFault(f"{host} did not give it{late} ({type(error).__name__})") from error
+        within = f" within {FETCH_SECONDS:g} s" if late.is_set() else ""
+        raise ImageFault(f"{host} did not give it{within} ({type(error).__name__})") from error
     finally:
         deadline.cancel()
         if link is not None:

@@ -303,6 +303,39 @@ def test_a_dropped_image_is_refused_in_words_where_the_model_reads_text_only(
     assert "reads text only" in tab.page.locator("#notice").text_content()
 
 
+def test_a_dropped_image_goes_with_the_question(
+    start_server: Start, tmp_path: Path, open_tab: Callable[..., Tab]
+) -> None:
+    """A model that reads images: the page shows it, sends it as a data URL, and the server takes it."""
+    ranks = tmp_path / "ranks" / "rank-0-of-1"
+    ranks.mkdir(parents=True)
+    tiny = Path(__file__).parents[2] / "tiny" / "checkpoint"
+    for file in [*tiny.glob("*.json"), tiny / "chat_template.jinja"]:
+        shutil.copy(file, ranks)
+    script = write_script(tmp_path / "script.jsonl", {"blocks": [[100], [3026]]})
+    tab = open_tab(start_server(ranks.parent, "--backend", f"scripted:{script}").url)
+    tab.page.evaluate(
+        """async () => {
+          const canvas = document.createElement("canvas");
+          canvas.width = canvas.height = 64;
+          const data = new DataTransfer();
+          const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+          data.items.add(new File([blob], "x.png", {type: "image/png"}));
+          document.dispatchEvent(new DragEvent("drop", {dataTransfer: data, cancelable: true}));
+        }"""
+    )
+    tab.page.locator("#images img").wait_for()
+    with tab.page.expect_request("**/v1/chat/completions") as asked, tab.page.expect_response("**/v1/*") as answered:
+        tab.ask("What is this?")
+    image, text = asked.value.post_data_json["messages"][-1]["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    assert text == {"type": "text", "text": "What is this?"}
+    assert answered.value.status == 200
+    tab.whole()
+    assert tab.page.locator(".turn.user img").count() == 1
+    assert tab.faults == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_status_view_on_a_phone(serve: Start, open_tab: Callable[..., Tab], scheme: str) -> None:
     server = serve(SLOW, options=("--lanes", "2"))
