@@ -325,7 +325,10 @@ def test_a_dropped_image_goes_with_the_question(
         }"""
     )
     tab.page.locator("#images img").wait_for()
-    with tab.page.expect_request("**/v1/chat/completions") as asked, tab.page.expect_response("**/v1/*") as answered:
+    with (
+        tab.page.expect_request("**/v1/chat/completions") as asked,
+        tab.page.expect_response("**/v1/chat/completions") as answered,
+    ):
         tab.ask("What is this?")
     image, text = asked.value.post_data_json["messages"][-1]["content"]
     assert image["image_url"]["url"].startswith("data:image/png;base64,")

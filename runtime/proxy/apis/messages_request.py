@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import bad_request
 from ..schema import ChatBody, CountTokensBody, MessagesBody
 
-_UNREADABLE = ("document", "search_result", "container_upload")
+_UNREADABLE = ("image", "document", "search_result", "container_upload")
 
 
 def chat_of(body: CountTokensBody) -> ChatBody:
@@ -58,7 +58,7 @@ def _user(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block.get("type") == "tool_result":
-            result = {"role": "tool", "content": _parts(block.get("content") or "", f"{place}.content")}
+            result = {"role": "tool", "content": _parts(block.get("content") or "", place)}
             messages.append(result | {"tool_call_id": block.get("tool_use_id")})
             continue
         parts = _parts([block], where, number)
@@ -122,7 +122,7 @@ def _text(content: Any, where: str, first: int = 0) -> str:
     for number, block in enumerate(content, first):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind in _UNREADABLE:
-            raise bad_request(f"{where}.content[{number}]: this server does not read {kind}", "messages")
+            raise bad_request(f"{where}.content[{number}]: text is read here, not {kind}", "messages")
         if kind != "text" or not isinstance(block.get("text"), str):
             raise bad_request(f"{where}.content[{number}]: expected a block of type text, got {kind!r}", "messages")
         texts.append(block["text"])

@@ -120,7 +120,7 @@ def _text(content: Any, where: str, first: int = 0) -> str:
     for number, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("input_image", "input_file", "input_audio"):
-            raise bad_request(f"{where}[{number}]: this server does not read {kind} here", "input")
+            raise bad_request(f"{where}[{number}]: text is read here, not {kind}", "input")
         key = "refusal" if kind == "refusal" else "text"
         if kind not in (
             "input_text",
