@@ -85,24 +85,31 @@ class _Rank:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Taker:
-    """A rank's file being written, in a thread of its own."""
+    """A rank's file being written, in a thread of its own. `failed`: what every later piece reports too."""
 
     parts: dict[str, RankPart]
     writer: ShardWriter
     thread: ThreadPoolExecutor
+    failed: Exception | None = None
 
     def submit(self, name: str, grid: Grid, first: int, band: np.ndarray) -> Future[None]:
         """Have the rank's pieces of a band written: cells of `grid` from its row `first` on."""
         return self.thread.submit(self._write, self.parts[name], grid, first, band)
 
     def _write(self, part: RankPart, grid: Grid, first: int, band: np.ndarray) -> None:
+        if self.failed is not None:
+            raise self.failed
         if part.repeat > 1:
             band = np.repeat(band, part.repeat, axis=part.axis)
             first = first * part.repeat if part.axis == 0 else first
-        for piece in grid.cut(band, first, part.axis, part.ranges):
-            self.writer.write(piece)
+        try:
+            for piece in grid.cut(band, first, part.axis, part.ranges):
+                self.writer.write(piece)
+        except Exception as error:
+            self.failed = error
+            raise
 
 
 class _Splitter:
