@@ -1,7 +1,7 @@
 """A checkpoint directory: index, shards, side files. The index is the authority; file name patterns mean nothing."""
 
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -41,6 +41,37 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: no such file.") from None
     except IsADirectoryError:
         raise InputError(f"{path}: a directory, where a file was expected.") from None
+
+
+def require_report_place(file: Path | None, checkpoints: Iterable[Path | None]) -> None:
+    """Raises InputError, before any work, if a report cannot lie at `file`: no directory, or in one of `checkpoints`.
+
+    A report in a checkpoint's directory would overwrite a file of it, or be a stranger there for every later proof.
+    """
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise InputError(f"--json {file}: there is no directory {file.parent}.")
+    if file.is_dir():
+        raise InputError(f"--json {file}: a directory, where a file is to be written.")
+    place = file.resolve()
+    for directory in checkpoints:
+        if directory is not None and directory.resolve() in place.parents:
+            raise InputError(
+                f"--json {file}: lies in {directory}, where a report does not belong. Choose another place."
+            )
+
+
+def read_text(path: Path, limit: int, what: str) -> str:
+    """A UTF-8 file of at most `limit` bytes. `what` names its part in messages. Raises InputError."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe or a device may never end
+            raise InputError(f"{path}: not a regular file, where {what} was expected.")
+        if path.stat().st_size > limit:
+            raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {limit} allowed for {what}.")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no text, or a NUL in the name
+        raise InputError(f"{ascii(str(path))[1:-1]}: {what}: {getattr(error, 'strerror', None) or error}.") from None
 
 
 def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:

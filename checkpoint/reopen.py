@@ -46,7 +46,8 @@ def reopen(
         if conversion_id not in there:
             raise InputError(
                 f"{directory}: holds {', '.join(sorted(there)) or 'no conversion that can be read'}, and this would write "
-                f"{conversion_id} into it. Remove it or give the directory that it was made from."
+                f"{conversion_id} into it: what it is to be made from, or the recipe, is another or has changed since. Nothing "
+                "was changed here. Give what it was made from; remove it only if it is not wanted any more."
             )
         tidy(directory)
         lines: list[Any] = [{"identity": identity, "about": dict(about or {})}]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 from ..convert.pipeline import ConversionReport, convert
 from ..convert.quantisers.encoders import DEVICES
@@ -86,8 +87,7 @@ def as_json(report: ConversionReport) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise InputError(f"--workers {args.workers}: at least 1.")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
+    require_report_place(args.json, (args.source, args.mtp_from, args.target))
     recipe = load_recipe(args.recipe)
     total = 2 * Source.open(args.source, args.mtp_from).nbytes
     with byte_bar("convert", total, args.quiet) as advance:

@@ -8,6 +8,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ COMMANDS = {
     "rank": ("rank", "one rank process (started by serve)"),
 }
 HIDDEN = {"rank"}
+NO_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory")  # torch has no MemoryError
 BAD_PATH = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -71,7 +73,7 @@ def _report(error: BaseException, debug: bool) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("duovolt: interrupted.", file=sys.stderr)
         return 130
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))):
         print("duovolt: out of memory.", file=sys.stderr)
         return 3
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("duovolt"):

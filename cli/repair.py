@@ -17,9 +17,12 @@ from ..checkpoint.reopen import about_interrupted
 from ..checkpoint.stage import FACTS, JOURNAL, LOCK, TEMPORARY, DirectoryLock
 from ..convert.download import download
 from ..convert.download_progress import NoProgress
+from ..convert.draft_head import LISTED
 from ..convert.pipeline import convert
 from ..convert.recipe import Recipe, load_recipe, recorded_recipe
 from ..convert.source import Source
+from ..model.inventory import DRAFT_IDS
+from ..model.partition import MAX_RANKS
 from ..shard.split import shard
 from ..verify.findings import Finding, Places
 from ..verify.quarantine import quarantine
@@ -124,9 +127,17 @@ class Repairs:
             return load_recipe(self.recipe)
         for place in (path, *self.places.rank_paths()):
             try:
-                return recorded_recipe(read_manifest(place).recipe, str(place / MANIFEST))
+                manifest = read_manifest(place)
+                recipe = recorded_recipe(manifest.recipe, str(place / MANIFEST))
             except DuovoltError:
                 continue
+            ids = manifest.tensors.get(DRAFT_IDS)
+            if ids is not None and any(ref.name == LISTED for ref in ids.sources):
+                raise InputError(
+                    f"{path}: its draft head was chosen by a list of tokens ({LISTED}), which no manifest keeps: name the "
+                    "recipe that it was converted with, --recipe FILE."
+                )
+            return recipe
         recorded = about_interrupted(path).get("recipe")
         return load_recipe(DEFAULT_RECIPE) if recorded is None else recorded_recipe(recorded, str(path / JOURNAL))
 
@@ -142,10 +153,10 @@ class Repairs:
         """Every rank directory that should be there, by the names of those that are."""
         if self.places.ranks is None:
             return []
-        if has_manifest(self.places.ranks) or RANK_NAME.fullmatch(self.places.ranks.name):
+        if has_manifest(self.places.ranks) or _rank_and_size(self.places.ranks):
             return [self.places.ranks]
-        named = [RANK_NAME.fullmatch(path.name) for path in self.places.rank_paths()]
-        sizes = {int(match[2]) for match in named if match is not None}
+        named = [_rank_and_size(path) for path in self.places.rank_paths()]
+        sizes = {found[1] for found in named if found is not None}
         if len(sizes) != 1 or None in named:
             names = ", ".join(path.name for path in self.places.rank_paths())
             raise InputError(
@@ -157,16 +168,26 @@ class Repairs:
 
     def _shard(self, path: Path, keep: Sequence[str], why: str) -> None:
         converted = self.places.converted
-        match = RANK_NAME.fullmatch(path.name)
+        found = _rank_and_size(path)
         if converted is None:
             raise InputError(f"{path}: to be repaired ({why}) it has to be cut again in part: give --converted.")
-        if match is None:
+        if found is None:
             raise InputError(f"{path}: the name is not rank-R-of-N, so that it is not known which rank to make again.")
-        rank, size = int(match[1]), int(match[2])
+        rank, size = found
         total = sum(entry.nbytes for entry in Checkpoint.open(converted).tensors.values())
         with byte_bar(f"repair {path.name}", total, self.quiet) as advance:
-            shard(converted, path.parent, size, rank, advance, {rank: keep})
+            shard(converted, path.absolute().parent, size, rank, advance, {rank: keep})
         self.done.append(f"repaired {path} from {converted}: {why}")
+
+
+def _rank_and_size(path: Path) -> tuple[int, int] | None:
+    """R and N of a folder that `shard` would name so (`.` has the name of the folder it is); None for another name."""
+    match = RANK_NAME.fullmatch(path.absolute().name)
+    if match is None:
+        return None
+    rank, size = int(match[1]), int(match[2])
+    fitting = rank < size <= MAX_RANKS and match[0] == f"rank-{rank}-of-{size}"
+    return (rank, size) if fitting else None
 
 
 def _there(path: Path) -> bool:

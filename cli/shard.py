@@ -4,8 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ..checkpoint.directory import Checkpoint
-from ..checkpoint.errors import InputError
+from ..checkpoint.directory import Checkpoint, require_report_place
 from ..checkpoint.manifest import read_manifest
 from ..shard.split import ShardReport, shard
 from .progress import byte_bar
@@ -58,8 +57,7 @@ def as_json(report: ShardReport) -> dict[str, object]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.json is not None and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
+    require_report_place(args.json, (args.converted, args.target))
     read_manifest(args.converted)  # so that "unfinished" comes before any complaint about what is unfinished
     total = sum(entry.nbytes for entry in Checkpoint.open(args.converted).tensors.values())
     with byte_bar("shard", total, args.quiet) as advance:

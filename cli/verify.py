@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import DuovoltError, InputError
 from ..verify.findings import Places, findings
 from ..verify.proofs import verify, work_bytes
@@ -48,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="move aside (into .duovolt-bad) bad files of a download, and with --repair whatever is in its way",
     )  # fmt: skip
     parser.add_argument(
-        "--recipe", help="with --repair of a converted directory whose manifest is lost: what it was converted with"
+        "--recipe",
+        help="with --repair of a converted directory whose manifest is lost, or whose recipe has draft_head_tokens: what "
+        "it was converted with",
     )
     parser.add_argument("--endpoint", metavar="URL", help="with --repair of a download: the hub or mirror to ask")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every proof and the whole error table")
@@ -110,8 +113,7 @@ def _repaired(args: argparse.Namespace) -> tuple[Report, list[str], DuovoltError
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.json is not None and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
+    require_report_place(args.json, (args.downloaded, args.source, args.mtp_from, args.converted, args.ranks))
     changing = args.repair or args.quarantine
     report, done, refused = _repaired(args) if changing else (_proofs(args), [], None)
     if args.json is not None:

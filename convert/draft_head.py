@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checkpoint.container import TensorEntry
 from ..checkpoint.digest import digest_bytes
-from ..checkpoint.directory import MAX_JSON, read_json
+from ..checkpoint.directory import read_json, read_text
 from ..checkpoint.errors import InputError
 from ..checkpoint.layouts import ROWS
 from .recipe import Recipe
@@ -21,6 +21,7 @@ from .source import Source
 
 TOKENIZER = "tokenizer.json"
 LISTED = "draft_head_tokens"
+MAX_LIST = 32 << 20  # bytes: some lines for each token of any vocabulary
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,9 @@ def _token_ids(content: Any, path: Path) -> tuple[list[int], list[int]]:
 
 def _listed_ids(path: Path) -> Iterator[int]:
     """The ids of a frequency list: a number a line, most frequent first; what follows the number is not read."""
-    try:
-        if path.stat().st_size > MAX_JSON:
-            raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {MAX_JSON} allowed for a list.")
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: draft_head_tokens: {getattr(error, 'strerror', None) or error}.") from None
+    lines = read_text(path, MAX_LIST, LISTED).splitlines()
+    if not lines:
+        raise InputError(f"{path}: {LISTED}: an empty list. Give token ids, one a line, or leave the list out.")
     for number, line in enumerate(lines, 1):
         word = line.split()[0] if line.split() else ""
         if not (word.isascii() and word.isdecimal() and len(word) < 10):

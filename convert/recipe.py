@@ -1,6 +1,7 @@
 """Recipes: which tensor becomes what, as data (TOML). What no rule names is kept as the source has it."""
 
 import tomllib
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..checkpoint.directory import read_text
 from ..checkpoint.encodings import MATRIX_ENCODINGS, PLAIN_ENCODINGS
 from ..checkpoint.errors import InputError, one_line
 from ..model.config import ModelConfig
@@ -15,6 +17,8 @@ from ..model.inventory import TensorSpec, inventory
 from .quantisers import QUANTISERS
 
 KEEP = "keep"
+LAYER_KINDS = frozenset({"self_attn", "linear_attn"})  # a layer has one of them
+MAX_RECIPE = 4 << 20  # bytes
 # nvfp4 loses 7% of a Gaussian matrix, 12% under Student's t with 3 degrees of freedom, 25% with 1.5.
 MAX_FLUSHED_SHARE = 0.4
 
@@ -99,6 +103,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for rule, seen, used in zip(self.rules, matched, decided, strict=True):
             if (rule.group is not None and rule.group not in groups) or (heads_tied and rule.roles == ["lm_head"]):
                 continue  # a part that this model does not have
+            if not seen and _speaks_of_absent_layers(rule, specs.values()):
+                continue
             if not seen:
                 raise InputError(f"recipe {self.name!r}: the rule {rule} matches no tensor.")
             if not used:
@@ -106,6 +112,13 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"recipe {self.name!r}: earlier rules take every tensor of the rule {rule}. Move it up."
                 )
         return chosen
+
+
+def _speaks_of_absent_layers(rule: Rule, specs: Collection[TensorSpec]) -> bool:
+    """True if every role is of a kind of layer that the rule's part of the model has none of, as in a shortened model."""
+    present = {spec.role.partition(".")[0] for spec in specs if rule.group in (None, spec.group)}
+    kinds = {role.partition(".")[0] for role in rule.roles}
+    return bool(kinds) and not rule.names and kinds <= LAYER_KINDS - present
 
 
 def _require_matrix(spec: TensorSpec, encoding: str, recipe: str) -> None:
@@ -132,14 +145,12 @@ def load_recipe(name_or_path: str) -> Recipe:
         if name_or_path in builtin:
             text = builtin[name_or_path].read_text()
         elif name_or_path.endswith(".toml"):
-            text = Path(name_or_path).read_text()
+            text = read_text(Path(name_or_path), MAX_RECIPE, "a recipe")
         else:
             raise InputError(
                 f"no recipe {name_or_path!r}: built in are {', '.join(sorted(builtin))}; or name a .toml file."
             )
         recipe = msgspec.convert(tomllib.loads(text), Recipe)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{name_or_path}: {getattr(error, 'strerror', None) or error}.") from None
     except (ValueError, msgspec.ValidationError, RecursionError) as error:  # a number of thousands of digits, too
         raise InputError(f"recipe {name_or_path}: {one_line(error)}.") from None
     _require_sense(recipe, name_or_path)

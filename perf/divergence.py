@@ -36,6 +36,11 @@ class Predictor:
     def __init__(self, directory: Path, window: int) -> None:
         """Loads the weights. Raises InputError, CheckFailed."""
         source = open_source(directory)
+        if source.tp_size != 1:
+            raise InputError(
+                f"{directory}: one of {source.tp_size} ranks, which alone predicts nothing. Give a source, a converted "
+                "directory or rank-0-of-1."
+            )
         self.sampleable = tokenizer_ids(directory, source.config.text.vocab_size)
         self._weights, self._window = load_weights(source), window
         self._model = Model(self._weights, SoloCollective(), window)

@@ -24,6 +24,7 @@ from ..convert.pipeline import convert
 from ..convert.recipe import Recipe
 from ..model.config import ModelConfig
 from ..model.inventory import inventory
+from ..model.partition import split_of
 from ..shard.split import shard
 from . import tables
 from .releases import RELEASES, Release, Stored
@@ -166,6 +167,9 @@ def write_stages(
 
     Earlier stages lie in a hidden directory beside `target` while they are needed.
     """
+    recipe.encodings(specimen.model)  # refuses what cannot be converted or split, before anything is written
+    for spec in inventory(specimen.model).values():
+        split_of(spec, specimen.model, tp or 1)
     aside = target.with_name(f".{target.name}.synth-{specimen.identity[:12]}")
     if target.exists() and any(target.iterdir()) and not aside.exists():
         raise InputError(f"{target}: not empty. Choose a new directory.")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint.digest import file_blocks
-from ..checkpoint.directory import DOWNLOAD_RECORD
+from ..checkpoint.directory import DOWNLOAD_RECORD, INDEX, read_json
 from ..checkpoint.download_record import ContentDigest, DownloadedFile, read_record
 from ..checkpoint.errors import InputError
 from .report import Report
@@ -21,7 +21,13 @@ def prove_downloaded(path: Path, report: Report, advance: Advance) -> None:
     record = read_record(path)
     if record is None:
         raise InputError(f"{path}: no finished download: it has no {DOWNLOAD_RECORD}. Run `duovolt download` for it.")
+    if not record.files:
+        raise InputError(
+            f"{path / DOWNLOAD_RECORD}: names no files, so nothing can be proved. Run `duovolt download` again."
+        )
     proof = report.begin(PROOF)
+    for name in sorted(_shards_named(path) - record.files.keys()):
+        proof.fail("named by the index, but not by the record of the download", file=str(path / name))
     for name, file in record.files.items():
         try:
             wrong = _difference(path, name, file, advance)
@@ -33,6 +39,16 @@ def prove_downloaded(path: Path, report: Report, advance: Advance) -> None:
     proof.detail = (
         f"{len(record.files)} files, {total / 1e6:,.2f} MB, as {record.repo} has them at commit {record.commit}"
     )
+
+
+def _shards_named(path: Path) -> set[str]:
+    """The files of the index; none where there is no index that can be read."""
+    try:
+        index = read_json(path / INDEX)
+    except (InputError, OSError):
+        return set()
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    return {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
 
 
 def _difference(

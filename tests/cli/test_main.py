@@ -49,6 +49,8 @@ def test_bad_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         (EnvironmentFault("the disk is full."), 3, "duovolt: the disk is full.\n"),
         (KeyboardInterrupt(), 130, "duovolt: interrupted.\n"),
         (MemoryError(), 3, "duovolt: out of memory.\n"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "duovolt: out of memory.\n"),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), 3, "duovolt: out of memory.\n"),
         (OSError(errno.EIO, "Input/output error", "/mnt/x"), 3, "duovolt: /mnt/x: Input/output error.\n"),
         (
             FileNotFoundError(errno.ENOENT, "No such file or directory", "y"),

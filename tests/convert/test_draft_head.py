@@ -1,6 +1,7 @@
 """The draft head: which rows are chosen, that they are the head's in every encoding, and that verify would see it."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "no id": ({"draft_head": 64, "draft_head_tokens": "f.txt"}, "bf16", "12\nthe\n", "line 2 is 'the'"),
     "beyond the head": ({"draft_head": 64, "draft_head_tokens": "f.txt"}, "bf16", "4096\n", "beyond the 4096 rows"),
     "not text": ({"draft_head": 64, "draft_head_tokens": "f.txt"}, "bf16", "\x00", "line 1"),
+    "an empty list": ({"draft_head": 64, "draft_head_tokens": "f.txt"}, "bf16", "", "an empty list"),
+    "a name that is none": ({"draft_head": 64, "draft_head_tokens": "a\0b"}, "bf16", None, "null"),
+    "a device": ({"draft_head": 64, "draft_head_tokens": "/dev/zero"}, "bf16", None, "not a regular file"),
+    "a pipe": ({"draft_head": 64, "draft_head_tokens": "pipe"}, "bf16", None, "not a regular file"),
     "no number": ({"draft_head": "many"}, "bf16", None, "draft_head"),
 }  # fmt: skip
 
@@ -202,6 +207,7 @@ def test_bad_input(
     recipe = recipe_file(tmp_path / "r", **keys)
     if order is not None:
         (recipe.parent / "f.txt").write_text(order)
+    os.mkfifo(recipe.parent / "pipe")
     for command in (["convert", str(sources(source)), str(tmp_path / "c")], ["plan", str(sources(source))]):
         assert main([*command, "--recipe", str(recipe), "--quiet"]) == 2
         assert words in capsys.readouterr().err

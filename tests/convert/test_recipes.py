@@ -1,5 +1,6 @@
 """Recipes: rules by role and by name, the built-in ones counted, quantisers by name, casts within range."""
 
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from duovolt.convert.quantisers import compressed_tensors
 from duovolt.convert.recipe import Recipe, load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
+from duovolt.perf.shapes import configuration
 
 from .conftest import FIXTURE, rewrite
 
@@ -223,3 +225,33 @@ def test_modelopt_refuses_a_matrix_of_zeros_by_name(source: Path, tmp_path: Path
     result = command("convert", source, tmp_path / "out", "--recipe", path)
     assert result.returncode == 2 and name in result.stderr and "zeros" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def sparse_gigabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 30)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), sparse_gigabyte])
+def test_what_never_ends_is_no_recipe(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    make(path)
+    with pytest.raises(InputError, match=r"not a regular file|more than"):
+        load_recipe(str(path))
+
+
+@pytest.mark.parametrize("name", ["v100", "v100-fp8", "v100-nvfp4", "bf16"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_shortened_model_has_no_full_attention_and_built_in_recipes_allow_it(name: str, layers: int) -> None:
+    chosen = load_recipe(name).encodings(ModelConfig.from_dict(configuration("tiny", layers)))
+    assert ("fp8_e4m3" in chosen.values()) == (name != "bf16")
+
+
+@pytest.mark.parametrize(
+    "rule", ['roles = ["self_attn.q_prj"]', 'names = ["*.self_attn.q_proj.*"]', 'roles = ["mlp.gate"]']
+)
+def test_misspelt_rules_stay_errors(rule: str, tmp_path: Path) -> None:
+    group = 'group = "text"\nencoding = "fp8_e4m3"\n'
+    config = ModelConfig.from_dict(configuration("tiny", 8 if "prj" in rule else 1))
+    with pytest.raises(InputError, match="matches no tensor"):
+        recipe(tmp_path, group + rule.replace("*.self", "model.language_model.*.self")).encodings(config)

@@ -13,6 +13,7 @@ from duovolt.perf.divergence import Predictor, divergence
 from duovolt.runtime.engine.loading import EngineSettings, load_engine
 from duovolt.runtime.messages import GenerateRequest, SamplingParams
 from duovolt.runtime.parallel.base import SoloCollective
+from duovolt.shard.split import shard
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "tiny_qwen3_5" / "checkpoint"
 WINDOWS = [[5, 9, 2, 77, 31, 8, 100, 3, 64, 12, 90], [1, 2, 3, 250, 17]]
@@ -69,3 +70,9 @@ def test_models_of_different_vocabularies_are_not_compared(quantised: Path) -> N
 def test_no_reference_no_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(FIXTURE), "--against", str(tmp_path / "none")]) == 2
     assert "not a directory" in capsys.readouterr().err
+
+
+def test_one_rank_of_several_is_no_reference(quantised: Path, tmp_path: Path) -> None:
+    shard(quantised, tmp_path / "ranks", 2)
+    with pytest.raises(InputError, match="one of 2 ranks"):
+        Predictor(tmp_path / "ranks" / "rank-0-of-2", 16)

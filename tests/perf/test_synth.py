@@ -171,3 +171,17 @@ def test_nonsense_is_refused_before_anything_is_written(
     assert main(["synth", str(target), *options]) == 2
     assert words in capsys.readouterr().err
     assert not target.exists() or [path.name for path in target.iterdir()] == ["mine.txt"]
+
+
+def test_what_cannot_be_converted_or_split_is_refused_before_the_source_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hidden source of full size would stay otherwise."""
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        'name = "r"\nlayout = "v100"\nmax_shard_bytes = 100000\n[[rules]]\nroles = ["no.such"]\nencoding = "keep"\n'
+    )
+    for options in (["--stage", "converted", "--recipe", str(recipe)], ["--stage", "ranks", "--tp", "3"]):
+        assert synth(tmp_path / "t", *options) == 2
+    assert "over 3 ranks" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]

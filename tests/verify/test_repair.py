@@ -295,3 +295,80 @@ def test_the_report_lists_findings(journey: Journey, tmp_path: Path) -> None:
     assert main(["verify", *arguments, "--quiet", "--repair"]) == 0
     told = json.loads(report.read_text())
     assert told["ok"] and told["findings"] == [] and len(told["done"]) == 1
+
+
+def test_a_changed_source_is_no_reason_to_give_up_a_sound_conversion(
+    journey: Journey, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = journey.stamps()
+    flip(shards(journey.source)[0], 100_000)
+    assert repair() == 2 and journey.stamps() == before
+    error = capsys.readouterr().err
+    assert "has changed since" in error and "remove it only if" in error
+
+
+@pytest.mark.parametrize("name", ["rank-01-of-02", "rank-7-of-2", "rank-0-of-0", "rank-0-of-999"])
+def test_folders_that_shard_never_names_start_no_new_ranks(
+    name: str, journey: Journey, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    journey.rank(1).rename(journey.ranks / name)
+    assert repair() == 2
+    assert sorted(path.name for path in journey.ranks.iterdir()) == sorted(["rank-0-of-2", name])
+    assert name in capsys.readouterr().err
+
+
+def test_the_rank_that_one_stands_in(journey: Journey, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = journey.contents()
+    flip(shards(journey.rank(0))[0])
+    monkeypatch.chdir(journey.rank(0))
+    assert main(["verify", "--converted", str(journey.converted), "--ranks", ".", "--repair"]) == 0
+    assert journey.contents() == whole
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_draft_head_chosen_by_a_list_needs_its_recipe(
+    lost: bool, journey: Journey, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "list.txt").write_text("".join(f"{number}\n" for number in range(40, 90)))
+    keys = 'draft_head = 64\ndraft_head_tokens = "list.txt"\n'
+    built_in = Path(__file__).parents[2] / "convert" / "recipes" / "v100.toml"
+    (tmp_path / "r.toml").write_text(keys + built_in.read_text())
+    source, target = str(Path(__file__).parents[2] / "tiny" / "checkpoint"), tmp_path / "c"
+    assert main(["convert", source, str(target), "--recipe", str(tmp_path / "r.toml"), "--quiet"]) == 0
+    whole = {path.name: path.read_bytes() for path in target.iterdir()}
+    flip(shards(target)[0])
+    command = ["verify", "--source", source, "--converted", str(target), "--repair"]
+    assert main(command) == 2
+    assert "name the recipe" in capsys.readouterr().err
+    if lost:
+        (target / MANIFEST).unlink()
+    assert main([*command, "--recipe", str(tmp_path / "r.toml")]) == 0
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == whole
+
+
+def test_a_record_that_names_too_little_proves_nothing(journey: Journey, capsys: pytest.CaptureFixture[str]) -> None:
+    path = journey.source / DOWNLOAD_RECORD
+    record = json.loads(path.read_text())
+    files, shard = record["files"], shards(journey.source)[0].name
+    path.write_text(json.dumps(record | {"files": {name: files[name] for name in files if name != shard}}))
+    assert main(["verify", "--downloaded", str(journey.source)]) == 1
+    assert f"{shard}: named by the index, but not by the record" in capsys.readouterr().out
+    path.write_text(json.dumps(record | {"files": {}}))
+    assert main(["verify", "--downloaded", str(journey.source)]) == 2
+    assert "names no files" in capsys.readouterr().err
+
+
+def test_a_report_lies_where_it_harms_nothing(journey: Journey, capsys: pytest.CaptureFixture[str]) -> None:
+    before = journey.contents()
+    source, converted, ranks = map(str, (journey.source, journey.converted, journey.ranks))
+    commands = {
+        "verify": ["verify", "--source", source, "--converted", converted, "--ranks", ranks],
+        "convert": ["convert", source, converted],
+        "shard": ["shard", converted, ranks, "--tp", "2"],
+    }
+    for name, command in commands.items():
+        for place in (journey.base, journey.converted / MANIFEST, journey.base / "no" / "r.json"):
+            assert main([*command, "--json", str(place)]) == 2, (name, place)
+            assert f"--json {place}: " in capsys.readouterr().err
+    assert main([*commands["verify"], "--json", str(journey.rank(0) / "report.json")]) == 2
+    assert journey.contents() == before
