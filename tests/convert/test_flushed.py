@@ -123,7 +123,10 @@ def test_a_resumed_conversion_tells_the_same(source: Path, tmp_path: Path, comma
     recipe = (Path(__file__).parents[2] / "convert" / "recipes" / "v100.toml").read_text()
     (tmp_path / "r.toml").write_text(recipe.replace("2147483648", "100000"))
     whole = to(source, tmp_path / "whole", str(tmp_path / "r.toml"))
-    command("convert", source, tmp_path / "c", "--recipe", tmp_path / "r.toml", DUOVOLT_STOP_AT_WRITE="60")
+    count = tmp_path / "count"
+    command("convert", source, tmp_path / "d", "--recipe", tmp_path / "r.toml", DUOVOLT_COUNT_WRITES=str(count))
+    late = str(int(count.read_text()) * 3 // 4)
+    command("convert", source, tmp_path / "c", "--recipe", tmp_path / "r.toml", DUOVOLT_STOP_AT_WRITE=late)
     report = to(source, tmp_path / "c", str(tmp_path / "r.toml"))
     assert report.resumed and report.flushed == whole.flushed
 
