@@ -72,7 +72,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_convert(source: Path, tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """O02: what was written is not written again, and the source is not read a second time for its facts."""
-    written, reads = Written(monkeypatch), note_reads(monkeypatch)
+    written, reads = Written(monkeypatch), note_reads(monkeypatch, in_memory=True)
 
     def read() -> int:
         return sum(count for path, _, count in reads.seen if path.parent == source)
@@ -90,7 +90,7 @@ def test_convert(source: Path, tmp_path: Path, share: float, monkeypatch: pytest
 def test_shard(source: Path, tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """O02: files of both ranks that are whole are kept."""
     to(source, tmp_path / "converted")
-    written, reads = Written(monkeypatch), note_reads(monkeypatch)
+    written, reads = Written(monkeypatch), note_reads(monkeypatch, in_memory=True)
 
     def read() -> int:
         return sum(count for path, _, count in reads.seen if path.parent == tmp_path / "converted")
