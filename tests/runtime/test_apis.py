@@ -142,6 +142,38 @@ def test_every_api_says_the_same_for_any_cut(
     assert body["usage"]["total_tokens"] == reference["usage"]["total_tokens"]
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    answer=ANSWERS,
+    cuts=st.lists(st.integers(1, 7), min_size=1, max_size=9),
+    stop=st.sampled_from([None, ["beta gamma"], ["\n", "zzz"]]),
+    limit=st.sampled_from([500, 3, 11, 40]),
+    logprobs=st.sampled_from([None, 0, 1]),
+)
+def test_completions_say_the_same_for_any_cut(
+    api: LocalApi, answer: str, cuts: list[int], stop: Any, limit: int, logprobs: int | None
+) -> None:
+    """M06 A05 A06: nothing is parsed, and text, log-probabilities, reason and usage do not know of blocks."""
+    tokens, cut, position = ids(answer), [], 0
+    for size in cuts * len(tokens):
+        if position < len(tokens):
+            cut.append(tokens[position : position + size])
+            position += size
+    body = {"prompt": "hi", "max_tokens": limit, "stop": stop, "logprobs": logprobs}
+    status, whole = api.say([tokens], "/v1/completions", body)
+    assert status == 200, whole
+    (choice,) = whole["choices"]
+    assert timeless(api.say(cut, "/v1/completions", body)[1]["choices"]) == timeless(whole["choices"])
+    _, events = api.say(cut, "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
+    assert events[-1] == "[DONE]" and events[-2]["choices"] == [] and events[-2]["usage"] == whole["usage"]
+    parts = [event["choices"][0] for event in events[:-2]]
+    assert "".join(part["text"] for part in parts) == choice["text"]
+    assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
+    for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset") if logprobs is not None else ():
+        streamed = [value for part in parts if part["logprobs"] for value in part["logprobs"][key]]
+        assert streamed == choice["logprobs"][key]
+
+
 def test_a_message_has_its_blocks_in_order(api: LocalApi) -> None:
     """A10: thinking, text and two tools, each block started, added to and stopped, the thinking one signed."""
     tokens = ids(f"Why.\n</think>\n\nSo: {CALL}\n{CALL}<|im_end|>")
