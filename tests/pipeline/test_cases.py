@@ -22,6 +22,7 @@ from duovolt.runtime.engine.loading import EngineSettings, load_engine
 from duovolt.runtime.parallel.base import SoloCollective
 from duovolt.shard.grid import grid_of
 from duovolt.tests.support import maker
+from duovolt.tests.support.journey import Journey
 
 TESTS = Path(__file__).parent.parent
 # Section and number of every row that this project's file stages answer for.
@@ -40,22 +41,8 @@ def test_every_row_has_a_test() -> None:
 
 
 @dataclass(frozen=True)
-class Places:
+class Places(Journey):
     """The directories of a journey."""
-
-    base: Path
-
-    @property
-    def source(self) -> Path:
-        return self.base / "source"
-
-    @property
-    def converted(self) -> Path:
-        return self.base / "converted"
-
-    @property
-    def ranks(self) -> Path:
-        return self.base / "ranks"
 
     def commands(self, target: Path) -> dict[str, list[str]]:
         """Every later stage, by the directory that it reads."""

@@ -26,6 +26,7 @@ from duovolt.cli.main import main
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
 from duovolt.tests.support.damage import edit_manifest, refit
+from duovolt.tests.support.journey import Journey
 from duovolt.tests.verify.test_hostile import lie
 from duovolt.verify.proofs import verify
 
@@ -33,25 +34,8 @@ EACH = 70  # damages of each kind
 
 
 @dataclass(frozen=True)
-class World:
+class World(Journey):
     """A quantised source, its conversion, two ranks; and ranks of another conversion of equal shapes."""
-
-    base: Path
-
-    @property
-    def converted(self) -> Path:
-        return self.base / "converted"
-
-    @property
-    def ranks(self) -> Path:
-        return self.base / "ranks"
-
-    @property
-    def source(self) -> Path:
-        return self.base / "source"
-
-    def rank(self, number: int) -> Path:
-        return self.ranks / f"rank-{number}-of-2"
 
     def some_directory(self, rng: random.Random) -> Path:
         return rng.choice([self.converted, self.rank(0), self.rank(1)])

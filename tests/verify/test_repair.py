@@ -21,6 +21,7 @@ from duovolt.convert.standin import HubStandIn
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
 from duovolt.tests.support.damage import edit_manifest, edit_tensor, refit
+from duovolt.tests.support.journey import Journey
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tiny_qwen3_5" / "checkpoint"
 REPO = "org/tiny"
@@ -28,25 +29,8 @@ NORM = "model.language_model.norm.weight"
 
 
 @dataclass(frozen=True)
-class Journey:
+class Repaired(Journey):
     """A download, its conversion and the ranks of that."""
-
-    base: Path
-
-    @property
-    def source(self) -> Path:
-        return self.base / "source"
-
-    @property
-    def converted(self) -> Path:
-        return self.base / "converted"
-
-    @property
-    def ranks(self) -> Path:
-        return self.base / "ranks"
-
-    def rank(self, number: int) -> Path:
-        return self.ranks / f"rank-{number}-of-2"
 
     def contents(self) -> dict[str, bytes]:
         """Every file, name to bytes; what was moved aside apart."""
@@ -66,14 +50,14 @@ def small_shards() -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Journey, HubStandIn]]:
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Repaired, HubStandIn]]:
     base = tmp_path_factory.mktemp("repair")
     shutil.copytree(FIXTURE, base / "hub" / REPO)
     kept = {name: os.environ.pop(name, None) for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE")}
     token, pause = huggingface_hub.constants.HF_TOKEN_PATH, download_module.FIRST_PAUSE
     huggingface_hub.constants.HF_TOKEN_PATH, download_module.FIRST_PAUSE = str(base / "no-token"), 0.005
     with HubStandIn(base / "hub") as hub:
-        journey = Journey(base / "journey")
+        journey = Repaired(base / "journey")
         download(REPO, journey.source, endpoint=hub.url)
         convert(journey.source, journey.converted, small_shards(), 2, lambda count: None)
         shard(journey.converted, journey.ranks, 2)
@@ -83,13 +67,13 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Journey
 
 
 @pytest.fixture
-def journey(pristine: tuple[Journey, HubStandIn], tmp_path: Path) -> Journey:
+def journey(pristine: tuple[Repaired, HubStandIn], tmp_path: Path) -> Repaired:
     shutil.copytree(pristine[0].base, tmp_path / "journey")
-    return Journey(tmp_path / "journey")
+    return Repaired(tmp_path / "journey")
 
 
 @pytest.fixture
-def repair(journey: Journey, pristine: tuple[Journey, HubStandIn]) -> Callable[..., int]:
+def repair(journey: Repaired, pristine: tuple[Repaired, HubStandIn]) -> Callable[..., int]:
     """Run `verify --repair` on everything, or with other arguments."""
 
     def run(*options: str, downloaded: bool = False, **places: Path | None) -> int:
@@ -112,14 +96,14 @@ def shards(directory: Path) -> list[Path]:
     return sorted(directory.glob("model-*.safetensors"))
 
 
-def test_nothing_to_repair(journey: Journey, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_repair(journey: Repaired, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     before = journey.stamps()
     assert repair(downloaded=True) == 0 and journey.stamps() == before
     out = capsys.readouterr().out
     assert "repaired" not in out and "proved  downloaded: bytes of files: " in out
 
 
-DAMAGES: dict[str, tuple[Callable[[Journey], object], int | None]] = {
+DAMAGES: dict[str, tuple[Callable[[Repaired], object], int | None]] = {
     "a bit of a rank": (lambda j: flip(shards(j.rank(1))[1]), 2),
     "a rank's header": (lambda j: flip(shards(j.rank(0))[0], 20), 2),
     "a rank's file cut off": (lambda j: os.truncate(shards(j.rank(0))[2], 100), 2),
@@ -156,7 +140,7 @@ DAMAGES: dict[str, tuple[Callable[[Journey], object], int | None]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_the_bytes_are_an_undamaged_runs(name: str, journey: Journey, repair: Callable[..., int]) -> None:
+def test_the_bytes_are_an_undamaged_runs(name: str, journey: Repaired, repair: Callable[..., int]) -> None:
     """Only the damaged files and the manifest are written (`rewritten` files; None: more than that may be)."""
     wanted, stamps = journey.contents(), journey.stamps()
     damage, rewritten = DAMAGES[name]
@@ -171,7 +155,7 @@ def test_the_bytes_are_an_undamaged_runs(name: str, journey: Journey, repair: Ca
         assert len([path for path in changed if path != "converted/model.safetensors.index.json"]) <= rewritten
 
 
-def recipe_file(journey: Journey) -> Path:
+def recipe_file(journey: Repaired) -> Path:
     path = journey.base.parent / "small.toml"
     rules = "".join(
         f'[[rules]]\ngroup = "{r["group"]}"\nroles = {json.dumps(r["roles"])}\nencoding = "{r["encoding"]}"\n'
@@ -182,7 +166,7 @@ def recipe_file(journey: Journey) -> Path:
 
 
 def test_a_download_is_repaired_from_its_hub(
-    journey: Journey, repair: Callable[..., int], pristine: tuple[Journey, HubStandIn]
+    journey: Repaired, repair: Callable[..., int], pristine: tuple[Repaired, HubStandIn]
 ) -> None:
     """Two damaged files are fetched, at the pinned commit, though the branch has moved on; then the rest is proved."""
     wanted, (_, hub) = journey.contents(), pristine
@@ -197,7 +181,7 @@ def test_a_download_is_repaired_from_its_hub(
 
 
 def test_quarantine_and_the_next_download(
-    journey: Journey, pristine: tuple[Journey, HubStandIn], capsys: pytest.CaptureFixture[str]
+    journey: Repaired, pristine: tuple[Repaired, HubStandIn], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Bad files are kept under a name of their own, and the next download fetches them and nothing else."""
     wanted, (_, hub) = journey.contents(), pristine
@@ -219,7 +203,7 @@ def test_quarantine_and_the_next_download(
         first.write_bytes(bad)
 
 
-def test_a_side_file_that_was_moved_aside_is_missed(journey: Journey, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_side_file_that_was_moved_aside_is_missed(journey: Repaired, capsys: pytest.CaptureFixture[str]) -> None:
     """D05: no later stage takes what is left for the whole."""
     name = next(n for n in read_manifest(journey.converted).files if n.endswith(".json") and "index" not in n)
     flip(journey.source / name, 2)
@@ -228,7 +212,7 @@ def test_a_side_file_that_was_moved_aside_is_missed(journey: Journey, capsys: py
     assert name in capsys.readouterr().err
 
 
-def test_strange_files_are_moved_aside_only_when_asked(journey: Journey, repair: Callable[..., int]) -> None:
+def test_strange_files_are_moved_aside_only_when_asked(journey: Repaired, repair: Callable[..., int]) -> None:
     wanted = journey.contents()
     (journey.rank(0) / "model.safetensors").write_bytes(b"mine")
     victim = shards(journey.converted)[0]
@@ -253,8 +237,8 @@ def test_strange_files_are_moved_aside_only_when_asked(journey: Journey, repair:
     ],
 )
 def test_what_cannot_be_repaired_is_said(
-    damage: Callable[[Journey], object], left_out: list[str], code: int, words: str,
-    journey: Journey, repair: Callable[..., int], capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Repaired], object], left_out: list[str], code: int, words: str,
+    journey: Repaired, repair: Callable[..., int], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     damage(journey)
     before = journey.contents()
@@ -265,7 +249,7 @@ def test_what_cannot_be_repaired_is_said(
 
 
 def test_a_rank_of_another_conversion_is_not_overwritten(
-    journey: Journey, repair: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    journey: Repaired, repair: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     maker.converted(tmp_path / "other", maker.config())
     shutil.rmtree(journey.rank(1))
@@ -276,13 +260,13 @@ def test_a_rank_of_another_conversion_is_not_overwritten(
 
 
 def test_ranks_of_two_widths_are_not_sorted_out(
-    journey: Journey, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    journey: Repaired, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shard(journey.converted, journey.ranks, 1)
     assert repair() == 2 and "not the ranks of one split" in capsys.readouterr().err
 
 
-def test_the_report_lists_findings(journey: Journey, tmp_path: Path) -> None:
+def test_the_report_lists_findings(journey: Repaired, tmp_path: Path) -> None:
     """As data: stage, file, tensor and what it can be made from."""
     edit_tensor(journey.rank(1), "lm_head.weight", lambda data: data.__setitem__(0, data[0] ^ 1))
     report = tmp_path / "report.json"
@@ -298,7 +282,7 @@ def test_the_report_lists_findings(journey: Journey, tmp_path: Path) -> None:
 
 
 def test_a_changed_source_is_no_reason_to_give_up_a_sound_conversion(
-    journey: Journey, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    journey: Repaired, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = journey.stamps()
     flip(shards(journey.source)[0], 100_000)
@@ -309,7 +293,7 @@ def test_a_changed_source_is_no_reason_to_give_up_a_sound_conversion(
 
 @pytest.mark.parametrize("name", ["rank-01-of-02", "rank-7-of-2", "rank-0-of-0", "rank-0-of-999"])
 def test_folders_that_shard_never_names_start_no_new_ranks(
-    name: str, journey: Journey, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    name: str, journey: Repaired, repair: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     journey.rank(1).rename(journey.ranks / name)
     assert repair() == 2
@@ -317,7 +301,7 @@ def test_folders_that_shard_never_names_start_no_new_ranks(
     assert name in capsys.readouterr().err
 
 
-def test_the_rank_that_one_stands_in(journey: Journey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_one_stands_in(journey: Repaired, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = journey.contents()
     flip(shards(journey.rank(0))[0])
     monkeypatch.chdir(journey.rank(0))
@@ -327,7 +311,7 @@ def test_the_rank_that_one_stands_in(journey: Journey, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_draft_head_chosen_by_a_list_needs_its_recipe(
-    lost: bool, journey: Journey, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lost: bool, journey: Repaired, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "list.txt").write_text("".join(f"{number}\n" for number in range(40, 90)))
     keys = 'draft_head = 64\ndraft_head_tokens = "list.txt"\n'
@@ -346,7 +330,7 @@ def test_a_draft_head_chosen_by_a_list_needs_its_recipe(
     assert {path.name: path.read_bytes() for path in target.iterdir()} == whole
 
 
-def test_a_record_that_names_too_little_proves_nothing(journey: Journey, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_names_too_little_proves_nothing(journey: Repaired, capsys: pytest.CaptureFixture[str]) -> None:
     path = journey.source / DOWNLOAD_RECORD
     record = json.loads(path.read_text())
     files, shard = record["files"], shards(journey.source)[0].name
@@ -358,7 +342,7 @@ def test_a_record_that_names_too_little_proves_nothing(journey: Journey, capsys:
     assert "names no files" in capsys.readouterr().err
 
 
-def test_a_report_lies_where_it_harms_nothing(journey: Journey, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_lies_where_it_harms_nothing(journey: Repaired, capsys: pytest.CaptureFixture[str]) -> None:
     before = journey.contents()
     source, converted, ranks = map(str, (journey.source, journey.converted, journey.ranks))
     commands = {
