@@ -15,21 +15,23 @@ constexpr int kSquarePitch = kChunk + 8;   // rows of 64 fp16
 constexpr int kWidePitch = kChunk + 4;     // rows of 64 FP32
 constexpr bool kAsync = __CUDA_ARCH__ >= 800;
 
-// `rows` rows of `columns` fp16 to shared memory; on sm_80 and newer they are there once the thread's copies were waited
+// A chunk's rows of `columns` fp16 to shared memory; on sm_80 and newer they are there once the thread's copies were waited
 // for and the block has met.
-template <int columns>
-__device__ __forceinline__ void stage(unsigned short *to, int to_pitch, const unsigned short *from, int from_pitch,
-                                      int rows, int threads) {
-    constexpr int kAcross = columns / 8;
-    for (int index = threadIdx.x; index < rows * kAcross; index += threads) {
-        const int row = index / kAcross, part = index % kAcross * 8;
-        const unsigned short *source = from + static_cast<size_t>(row) * from_pitch + part;
-        unsigned short *place = to + row * to_pitch + part;
+template <int columns, int threads>
+__device__ __forceinline__ void stage(unsigned short *to, int to_pitch, const unsigned short *from, int from_pitch) {
+    constexpr int kAcross = columns / 8, kEvery = threads / kAcross; // rows at a time
+    const int row = threadIdx.x / kAcross, part = threadIdx.x % kAcross * 8;
+    from += static_cast<size_t>(row) * from_pitch + part;
+    to += row * to_pitch + part;
+#pragma unroll
+    for (int i = 0; i < kChunk / kEvery; ++i) {
 #if __CUDA_ARCH__ >= 800
-        copy_async(shared_address(place), reinterpret_cast<const unsigned char *>(source));
+        copy_async(shared_address(to), reinterpret_cast<const unsigned char *>(from));
 #else
-        *reinterpret_cast<uint4 *>(place) = read(reinterpret_cast<const uint4 *>(source));
+        *reinterpret_cast<uint4 *>(to) = read(reinterpret_cast<const uint4 *>(from));
 #endif
+        to += kEvery * to_pitch;
+        from += static_cast<size_t>(kEvery) * from_pitch;
     }
 }
 
@@ -47,6 +49,12 @@ __device__ __forceinline__ void copies_wait() {
 __device__ __forceinline__ unsigned halves(float low, float high) {
     int none = 0;
     return staged_pair(low, high, none);
+}
+
+// The outputs are fp16: what the fast instructions get wrong is far below its steps.
+__device__ __forceinline__ float fast_convolved(float a, float b, float c, float d, float4 taps) {
+    const float x = a * taps.x + b * taps.y + c * taps.z + d * taps.w;
+    return x * fast_inverse(1.0f + fast_exp2(-1.4426950408889634f * x));
 }
 
 constexpr int kRun = 16; // rows that a warp convolves one after another
@@ -105,8 +113,10 @@ extern "C" __global__ void __launch_bounds__(kConvolveThreads)
         for (int i = 0; i < kAhead; ++i) {
             const int token = row + i - lead;
             const float4 *w = in + i;
-            y[i] = {convolved(w[0].x, w[1].x, w[2].x, w[3].x, taps[0]), convolved(w[0].y, w[1].y, w[2].y, w[3].y, taps[1]),
-                    convolved(w[0].z, w[1].z, w[2].z, w[3].z, taps[2]), convolved(w[0].w, w[1].w, w[2].w, w[3].w, taps[3])};
+            y[i] = {fast_convolved(w[0].x, w[1].x, w[2].x, w[3].x, taps[0]),
+                    fast_convolved(w[0].y, w[1].y, w[2].y, w[3].y, taps[1]),
+                    fast_convolved(w[0].z, w[1].z, w[2].z, w[3].z, taps[2]),
+                    fast_convolved(w[0].w, w[1].w, w[2].w, w[3].w, taps[3])};
             if (token < 0 || token >= tokens) {
                 y[i] = {};
             }
@@ -119,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kConvolveThreads)
             }
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) {
-                y[i] = scaled(y[i], factor / sqrtf(squares[i] + eps));
+                y[i] = scaled(y[i], factor * fast_inverse_root(squares[i] + eps));
             }
         }
 #pragma unroll
@@ -137,16 +147,22 @@ extern "C" __global__ void __launch_bounds__(kConvolveThreads)
 
 constexpr int kPrepareThreads = 256;
 
+constexpr int kHalf = kChunk / 2;
+
 struct PrepareShared { // what overlaps is never alive at once
     unsigned short keys[kChunk * kPitch], values[kChunk * kPitch];
     union {
         unsigned short queries[kChunk * kPitch];
         unsigned short for_keys[kChunk * kSquarePitch]; // inverse of the system, times beta and growth of its columns
     };
-    float system[kChunk * kWidePitch]; // at last a place where sums become fp16
+    union {
+        float system[kChunk * kWidePitch];
+        unsigned short for_values[kChunk * kSquarePitch]; // the inverse times beta
+    };
     union {
         float weights[kChunk * kWidePitch];
-        unsigned short for_values[kChunk * kSquarePitch]; // the inverse times beta
+        float inverse[kChunk * kWidePitch]; // parts of it
+        float scratch[kChunk * kWidePitch]; // where sums become fp16
     };
     float total[kChunk], beta[kChunk];
 };
@@ -165,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     const bool second = threadIdx.x >= kPrepareThreads / 2; // four warps work with values and queries, four with keys
     const size_t row = static_cast<size_t>(head) * padded + begin; // of the outputs
     const unsigned short *own = halves_in + static_cast<size_t>(begin) * channels;
-    stage<kHead>(s.keys, kPitch, own + (key_heads + key_head) * kHead, channels, kChunk, kPrepareThreads);
-    stage<kHead>(s.queries, kPitch, own + key_head * kHead, channels, kChunk, kPrepareThreads);
-    stage<kHead>(s.values, kPitch, own + (2 * key_heads + head) * kHead, channels, kChunk, kPrepareThreads);
+    stage<kHead, kPrepareThreads>(s.keys, kPitch, own + (key_heads + key_head) * kHead, channels);
+    stage<kHead, kPrepareThreads>(s.queries, kPitch, own + key_head * kHead, channels);
+    stage<kHead, kPrepareThreads>(s.values, kPitch, own + (2 * key_heads + head) * kHead, channels);
     copies_end();
     if (threadIdx.x < 32) { // running sums of the log decay, two rows a lane
         const float first = read(gates + row + 2 * lane), pair = first + read(gates + row + 2 * lane + 1);
@@ -210,22 +226,46 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         }
     }
     __syncwarp();
-    const float last = s.total[kChunk - 1];
-    for (int i = part * kTile; i < (part + 1) * kTile; ++i) { // a row at a time, two columns a lane
-        const float total = s.total[i];
-        const int column = 2 * lane;
-        // Above the diagonal the difference is positive and may overflow: it is selected away.
-        const float low = column <= i ? expf(total - s.total[column]) : 0.0f;
-        const float high = column + 1 <= i ? expf(total - s.total[column + 1]) : 0.0f;
-        if (!second) {
+    const int column = 2 * lane; // a row at a time, two columns a lane
+    if (!second) {
+#pragma unroll 4
+        for (int i = part * kTile; i < (part + 1) * kTile; ++i) {
+            const float strength = s.beta[i], total = s.total[i];
             float *place = s.system + i * kWidePitch + column;
-            place[0] = column < i ? s.beta[i] * low * place[0] : 0.0f;
-            place[1] = column + 1 < i ? s.beta[i] * high * place[1] : 0.0f;
-        } else {
+            // On and above the diagonal the difference is not negative and may overflow: it is selected away.
+            place[0] = column < i ? strength * expf(total - s.total[column]) * place[0] : 0.0f;
+            place[1] = column + 1 < i ? strength * expf(total - s.total[column + 1]) * place[1] : 0.0f;
+        }
+    }
+    __syncthreads();
+
+    // The inverse of both halves of the diagonal, a thread a column, from its top to its bottom; the queries meanwhile.
+    const int block = threadIdx.x / kHalf, own_column = threadIdx.x % kHalf;
+    float inverse[kHalf];
+    if (threadIdx.x < kChunk) {
+        const float *system = s.system + block * kHalf * (kWidePitch + 1);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            float sum[4] = {};
+#pragma unroll
+            for (int j = 0; j < i; j += 4) {
+                const float4 four = *reinterpret_cast<const float4 *>(system + i * kWidePitch + j);
+                sum[0] += four.x * inverse[j];
+                sum[1] += j + 1 < i ? four.y * inverse[j + 1] : 0.0f;
+                sum[2] += j + 2 < i ? four.z * inverse[j + 2] : 0.0f;
+                sum[3] += j + 3 < i ? four.w * inverse[j + 3] : 0.0f;
+            }
+            inverse[i] = (i == own_column ? 1.0f : 0.0f) - ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        }
+    } else if (second) {
+        const float last = s.total[kChunk - 1];
+#pragma unroll 4
+        for (int i = part * kTile; i < (part + 1) * kTile; ++i) {
+            const float total = s.total[i], growth = expf(total);
             const float *place = s.weights + i * kWidePitch + column;
-            const float first = column <= i ? low * place[0] : 0.0f, next = column + 1 <= i ? high * place[1] : 0.0f;
-            write(reinterpret_cast<unsigned *>(weights + (row + i) * kChunk) + lane, halves(first, next));
-            const float growth = expf(total);
+            write(reinterpret_cast<unsigned *>(weights + (row + i) * kChunk) + lane,
+                  halves(column <= i ? expf(total - s.total[column]) * place[0] : 0.0f,
+                         column + 1 <= i ? expf(total - s.total[column + 1]) * place[1] : 0.0f));
             const uint2 q = *reinterpret_cast<const uint2 *>(s.queries + i * kPitch + 4 * lane);
             write(reinterpret_cast<uint2 *>(grown + (row + i) * kHead) + lane,
                   uint2{halves(growth * half_value(q.x & 0xFFFF), growth * half_value(q.x >> 16)),
@@ -237,28 +277,44 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         }
     }
     __syncthreads();
-
-    if (threadIdx.x < kChunk) { // a thread a column of the inverse, from its top to its bottom
-        const int column = threadIdx.x;
-        float inverse[kChunk];
+    const auto keep = [&](int i, int j, float value) { // an element of the inverse, for the products below
+        const float strong = value * s.beta[j];
+        s.for_values[i * kSquarePitch + j] = static_cast<unsigned short>(half_bits(strong));
+        s.for_keys[i * kSquarePitch + j] = static_cast<unsigned short>(half_bits(strong * expf(s.total[j])));
+    };
+    if (threadIdx.x < kChunk) {
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            float sum[4] = {};
-#pragma unroll
-            for (int j = 0; j < i; j += 4) {
-                const float4 four = *reinterpret_cast<const float4 *>(s.system + i * kWidePitch + j);
-                sum[0] += four.x * inverse[j];
-                sum[1] += j + 1 < i ? four.y * inverse[j + 1] : 0.0f;
-                sum[2] += j + 2 < i ? four.z * inverse[j + 2] : 0.0f;
-                sum[3] += j + 3 < i ? four.w * inverse[j + 3] : 0.0f;
-            }
-            inverse[i] = (i == column ? 1.0f : 0.0f) - ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        for (int i = 0; i < kHalf; ++i) {
+            s.inverse[(block * kHalf + i) * kWidePitch + block * kHalf + own_column] = inverse[i];
         }
-        const float beta = s.beta[column], both = beta * expf(s.total[column]);
+    }
+    __syncthreads();
+    // Below: - second half's inverse * (system * first half's inverse), four columns a thread.
+    const int low_row = kHalf + threadIdx.x / 8, low_column = threadIdx.x % 8 * 4;
+    float low[4] = {};
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            s.for_values[i * kSquarePitch + column] = static_cast<unsigned short>(half_bits(inverse[i] * beta));
-            s.for_keys[i * kSquarePitch + column] = static_cast<unsigned short>(half_bits(inverse[i] * both));
+    for (int k = 0; k < kHalf; ++k) {
+        const float left = s.system[low_row * kWidePitch + k];
+        const float4 right = *reinterpret_cast<const float4 *>(s.inverse + k * kWidePitch + low_column);
+        low[0] += left * right.x, low[1] += left * right.y, low[2] += left * right.z, low[3] += left * right.w;
+    }
+    *reinterpret_cast<float4 *>(s.inverse + low_row * kWidePitch + low_column) = float4{low[0], low[1], low[2], low[3]};
+    __syncthreads(); // the system has done its work
+    low[0] = low[1] = low[2] = low[3] = 0;
+#pragma unroll
+    for (int k = 0; k < kHalf; ++k) {
+        const float left = -s.inverse[low_row * kWidePitch + kHalf + k];
+        const float4 right = *reinterpret_cast<const float4 *>(s.inverse + (kHalf + k) * kWidePitch + low_column);
+        low[0] += left * right.x, low[1] += left * right.y, low[2] += left * right.z, low[3] += left * right.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        keep(low_row, low_column + j, low[j]);
+    }
+    if (threadIdx.x < kChunk) {
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+            keep(block * kHalf + i, block * kHalf + own_column, inverse[i]);
         }
     }
     __syncthreads();
@@ -286,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         }
         return;
     }
-    float *scratch = s.system + part * kTile * kWidePitch;
+    float *scratch = s.scratch + part * kTile * kWidePitch;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
@@ -305,26 +361,23 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     }
 }
 
-constexpr int kScanThreads = 128;
-constexpr int kValues = 32;                // rows of a head's state that a block has
+constexpr int kScanThreads = 256;
+constexpr int kValues = 32;            // rows of a head's state that a block has
 constexpr int kValueTiles = kValues / kTile;
-constexpr int kValuePitch = kValues + 8;   // rows of 32 fp16
-constexpr int kScratchPitch = kValues + 4; // FP32
-constexpr int kStatePitch = kTile + 4;
+constexpr int kValuePitch = kValues + 8;  // rows of 32 fp16
+constexpr int kScratchPitch = kTile + 4;  // rows of 16 FP32
 
 struct ScanShared {
     unsigned short state[kValues * kPitch]; // of the chunk's beginning
     unsigned short update[kChunk * kValuePitch], decayed[kChunk * kValuePitch]; // u, and u as the chunk's end sees it
-    float scratch[4][kValues * kStatePitch];                                   // a warp's
+    float scratch[kScanThreads / 32][kValues * kScratchPitch];                 // a warp's
     // sm_80 and newer: the chunk's operands; sm_70 takes them from where they are.
     unsigned short w[kChunk * kPitch], grown[kChunk * kPitch], keys[kChunk * kPitch], weights[kChunk * kSquarePitch];
 };
-constexpr int kScratchFloats = kValues * kStatePitch;
-static_assert(kScratchFloats >= kTile * kScratchPitch, "scratch");
 
 // The chunks of a lane in order. halves_in, w, grown, u, weights, factors: as above. x and rows: the history moves, too.
 // state: FP32 [all_lanes, value_heads, 128 (value), 128 (key)]; out: FP32 [tokens, value_heads, 128].
-// Grid: (128 / kValues, value_heads). A warp has 16 rows of the chunk, and 32 columns of the state.
+// Grid: (128 / kValues, value_heads). A warp has 16 rows of the chunk by 16 values, and 16 columns of the state.
 extern "C" __global__ void __launch_bounds__(kScanThreads)
     chunks_scan(const float *x, int x_stride, float *rows, float *state, int all_lanes, int lane_index, const int *turns,
                 const unsigned short *halves_in, const unsigned short *w, const unsigned short *grown, const float *u,
@@ -332,9 +385,10 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
                 int key_heads) {
     DYNAMIC_SHARED(memory);
     ScanShared &s = *reinterpret_cast<ScanShared *>(memory);
-    const int head = blockIdx.y, value_heads = gridDim.y, padded = chunks * kChunk, value = blockIdx.x * kValues;
+    const int head = blockIdx.y, value_heads = gridDim.y, padded = chunks * kChunk, block_value = blockIdx.x * kValues;
     const int channels = (2 * key_heads + value_heads) * kHead, key_head = head / (value_heads / key_heads);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp * kTile, column = warp * 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int part = warp % 4, own = part * kTile, side = warp / 4 * kTile, value = block_value + side, column = warp * kTile;
     const size_t first = static_cast<size_t>(head) * padded;
     const unsigned short *keys = halves_in + (key_heads + key_head) * kHead;
     float *scratch = s.scratch[warp];
@@ -347,68 +401,67 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const auto stage_rows = [&](int chunk) { // what meets the state
         if (kAsync && chunk < chunks) {
             const size_t at = first + chunk * kChunk;
-            stage<kHead>(s.w, kPitch, w + at * kHead, kHead, kChunk, kScanThreads);
-            stage<kHead>(s.grown, kPitch, grown + at * kHead, kHead, kChunk, kScanThreads);
+            stage<kHead, kScanThreads>(s.w, kPitch, w + at * kHead, kHead);
+            stage<kHead, kScanThreads>(s.grown, kPitch, grown + at * kHead, kHead);
         }
         copies_end();
     };
     const auto stage_rest = [&](int chunk) { // what meets the updates
         if (kAsync && chunk < chunks) {
             const size_t at = first + chunk * kChunk;
-            stage<kHead>(s.keys, kPitch, keys + static_cast<size_t>(chunk) * kChunk * channels, channels, kChunk,
-                         kScanThreads);
-            stage<kChunk>(s.weights, kSquarePitch, weights + at * kChunk, kChunk, kChunk, kScanThreads);
+            stage<kHead, kScanThreads>(s.keys, kPitch, keys + static_cast<size_t>(chunk) * kChunk * channels, channels);
+            stage<kChunk, kScanThreads>(s.weights, kSquarePitch, weights + at * kChunk, kChunk);
         }
         copies_end();
     };
+    constexpr int kOwn = kTile * kTile / 4 / 32; // float4 of u a lane: row 8 i + lane / 4, quad lane % 4
+    float4 known[kOwn];
+    float remaining[kOwn], growth;
+    const auto load = [&](int chunk) {
+        if (chunk < chunks) {
+            const size_t at = first + chunk * kChunk;
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                const size_t row = at + own + i * 8 + lane / 4;
+                known[i] = read(reinterpret_cast<const float4 *>(u + row * kHead + value) + lane % 4);
+                remaining[i] = read(factors + row);
+            }
+            growth = read(factors + static_cast<size_t>(value_heads) * padded + at + kChunk - 1);
+        }
+    };
     stage_rows(0);
+    load(0);
 
-    float *place = state + ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + value) * kHead + column;
-    SumTile now[kValueTiles][2];
+    float *place = state + ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_value) * kHead + column;
+    SumTile now[kValueTiles];
 #pragma unroll
     for (int m = 0; m < kValueTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            now[m][n] = sum_tile(place + m * kTile * kHead + n * kTile, kHead);
-        }
+        now[m] = sum_tile(place + m * kTile * kHead, kHead);
     }
     const auto publish = [&] { // this warp's columns of the state as fp16
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int m = 0; m < kValueTiles; ++m) {
-                store_tile<From::kShared>(scratch + m * kTile * kStatePitch, now[m][n], kStatePitch);
-            }
-            __syncwarp();
-            const float4 *from = reinterpret_cast<const float4 *>(scratch + lane * kStatePitch); // a lane a row
-            uint4 *to = reinterpret_cast<uint4 *>(s.state + lane * kPitch + column + n * kTile);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float4 a = from[2 * i], b = from[2 * i + 1];
-                to[i] = uint4{halves(a.x, a.y), halves(a.z, a.w), halves(b.x, b.y), halves(b.z, b.w)};
-            }
-            __syncwarp();
+        for (int m = 0; m < kValueTiles; ++m) {
+            store_tile<From::kShared>(scratch + m * kTile * kScratchPitch, now[m], kScratchPitch);
         }
+        __syncwarp();
+        const float4 *from = reinterpret_cast<const float4 *>(scratch + lane * kScratchPitch); // a lane a row
+        uint4 *to = reinterpret_cast<uint4 *>(s.state + lane * kPitch + column);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float4 a = from[2 * i], b = from[2 * i + 1];
+            to[i] = uint4{halves(a.x, a.y), halves(a.z, a.w), halves(b.x, b.y), halves(b.z, b.w)};
+        }
+        __syncwarp();
     };
     publish();
     copies_wait();
     __syncthreads();
     stage_rest(0);
 
+#pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const size_t at = first + chunk * kChunk + own; // this warp's first row
-        constexpr int kOwn = kTile * kValues / 4 / 32;  // float4 of u a lane
-        float4 known[kOwn];
-        float remaining[kOwn];
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int row = (i * 32 + lane) / (kValues / 4), quad = lane % (kValues / 4);
-            known[i] = read(reinterpret_cast<const float4 *>(u + (at + row) * kHead + value) + quad);
-            remaining[i] = read(factors + at + row);
-        }
-        const float growth = read(factors + static_cast<size_t>(value_heads) * padded + first + chunk * kChunk + kChunk - 1);
-
-        SumTile meant[kValueTiles] = {}, answer[kValueTiles] = {}; // W S^T, and the outputs
+        SumTile meant = {}, answer = {};                // W S^T, and the outputs
 #pragma unroll
         for (int k = 0; k < kHead / kTile; ++k) {
             HalfTile a, q;
@@ -419,95 +472,76 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
                 a = left_tile<From::kGlobal, Order::kRows>(w + at * kHead + k * kTile, kHead);
                 q = left_tile<From::kGlobal, Order::kRows>(grown + at * kHead + k * kTile, kHead);
             }
-#pragma unroll
-            for (int n = 0; n < kValueTiles; ++n) {
-                const HalfTile b =
-                    right_tile<From::kShared, Order::kColumns>(s.state + n * kTile * kPitch + k * kTile, kPitch);
-                multiply_tiles<Order::kRows, Order::kColumns>(meant[n], a, b);
-                multiply_tiles<Order::kRows, Order::kColumns>(answer[n], q, b);
-            }
+            const HalfTile b = right_tile<From::kShared, Order::kColumns>(s.state + side * kPitch + k * kTile, kPitch);
+            multiply_tiles<Order::kRows, Order::kColumns>(meant, a, b);
+            multiply_tiles<Order::kRows, Order::kColumns>(answer, q, b);
         }
-#pragma unroll
-        for (int n = 0; n < kValueTiles; ++n) {
-            store_tile<From::kShared>(scratch + n * kTile, meant[n], kScratchPitch);
-        }
+        store_tile<From::kShared>(scratch, meant, kScratchPitch);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            const int row = (i * 32 + lane) / (kValues / 4), quad = lane % (kValues / 4);
+            const int row = i * 8 + lane / 4, quad = lane % 4;
             const float4 m = *reinterpret_cast<const float4 *>(scratch + row * kScratchPitch + 4 * quad);
             const float4 v = {known[i].x - m.x, known[i].y - m.y, known[i].z - m.z, known[i].w - m.w};
             const float4 d = scaled(v, remaining[i]);
-            const int to = (own + row) * kValuePitch + 4 * quad;
+            const int to = (own + row) * kValuePitch + side + 4 * quad;
             *reinterpret_cast<uint2 *>(s.update + to) = uint2{halves(v.x, v.y), halves(v.z, v.w)};
             *reinterpret_cast<uint2 *>(s.decayed + to) = uint2{halves(d.x, d.y), halves(d.z, d.w)};
         }
+        const float grows = growth;
         copies_wait();
         __syncthreads();
         stage_rows(chunk + 1);
+        load(chunk + 1);
 
 #pragma unroll
+        for (int m = 0; m < kValueTiles; ++m) {
+            now[m].scale(grows);
+        }
+#pragma unroll
         for (int k = 0; k < kChunk / kTile; ++k) {
-            if (k <= warp) {
+            HalfTile b;
+            if (kAsync) {
+                b = right_tile<From::kShared, Order::kRows>(s.keys + k * kTile * kPitch + column, kPitch);
+            } else {
+                const size_t key_row = static_cast<size_t>(chunk * kChunk + k * kTile);
+                b = right_tile<From::kGlobal, Order::kRows>(keys + key_row * channels + column, channels);
+            }
+#pragma unroll
+            for (int m = 0; m < kValueTiles; ++m) {
+                const HalfTile a =
+                    left_tile<From::kShared, Order::kColumns>(s.decayed + k * kTile * kValuePitch + m * kTile, kValuePitch);
+                multiply_tiles<Order::kColumns, Order::kRows>(now[m], a, b);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < kChunk / kTile; ++k) {
+            if (k <= part) {
                 HalfTile a;
                 if (kAsync) {
                     a = left_tile<From::kShared, Order::kRows>(s.weights + own * kSquarePitch + k * kTile, kSquarePitch);
                 } else {
                     a = left_tile<From::kGlobal, Order::kRows>(weights + at * kChunk + k * kTile, kChunk);
                 }
-#pragma unroll
-                for (int n = 0; n < kValueTiles; ++n) {
-                    const HalfTile b = right_tile<From::kShared, Order::kRows>(
-                        s.update + k * kTile * kValuePitch + n * kTile, kValuePitch);
-                    multiply_tiles<Order::kRows, Order::kRows>(answer[n], a, b);
-                }
+                const HalfTile b =
+                    right_tile<From::kShared, Order::kRows>(s.update + k * kTile * kValuePitch + side, kValuePitch);
+                multiply_tiles<Order::kRows, Order::kRows>(answer, a, b);
             }
         }
         const int token = chunk * kChunk + own - lead;
         if (token >= 0 && token + kTile <= tokens) {
-            float *to = out + (static_cast<size_t>(token) * value_heads + head) * kHead + value;
-#pragma unroll
-            for (int n = 0; n < kValueTiles; ++n) {
-                store_tile<From::kGlobal>(to + n * kTile, answer[n], value_heads * kHead);
-            }
+            store_tile<From::kGlobal>(out + (static_cast<size_t>(token) * value_heads + head) * kHead + value, answer,
+                                      value_heads * kHead);
         } else {
-#pragma unroll
-            for (int n = 0; n < kValueTiles; ++n) {
-                store_tile<From::kShared>(scratch + n * kTile, answer[n], kScratchPitch);
-            }
+            store_tile<From::kShared>(scratch, answer, kScratchPitch);
             __syncwarp();
-            for (int i = 0; i < kTile; ++i) {
+            for (int i = lane / kTile; i < kTile; i += 2) {
                 if (token + i >= 0 && token + i < tokens) {
-                    write(out + (static_cast<size_t>(token + i) * value_heads + head) * kHead + value + lane,
-                          scratch[i * kScratchPitch + lane]);
+                    write(out + (static_cast<size_t>(token + i) * value_heads + head) * kHead + value + lane % kTile,
+                          scratch[i * kScratchPitch + lane % kTile]);
                 }
             }
             __syncwarp();
-        }
-#pragma unroll
-        for (int m = 0; m < kValueTiles; ++m) {
-            now[m][0].scale(growth);
-            now[m][1].scale(growth);
-        }
-#pragma unroll
-        for (int k = 0; k < kChunk / kTile; ++k) {
-            HalfTile b[2];
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (kAsync) {
-                    b[n] = right_tile<From::kShared, Order::kRows>(s.keys + k * kTile * kPitch + column + n * kTile, kPitch);
-                } else {
-                    const size_t key_row = static_cast<size_t>(chunk * kChunk + k * kTile);
-                    b[n] = right_tile<From::kGlobal, Order::kRows>(keys + key_row * channels + column + n * kTile, channels);
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < kValueTiles; ++m) {
-                const HalfTile a = left_tile<From::kShared, Order::kColumns>(
-                    s.decayed + k * kTile * kValuePitch + m * kTile, kValuePitch);
-                multiply_tiles<Order::kColumns, Order::kRows>(now[m][0], a, b[0]);
-                multiply_tiles<Order::kColumns, Order::kRows>(now[m][1], a, b[1]);
-            }
         }
         publish();
         copies_wait();
@@ -516,9 +550,6 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     }
 #pragma unroll
     for (int m = 0; m < kValueTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            store_tile<From::kGlobal>(place + m * kTile * kHead + n * kTile, now[m][n], kHead);
-        }
+        store_tile<From::kGlobal>(place + m * kTile * kHead, now[m], kHead);
     }
 }

@@ -174,6 +174,9 @@ inline unsigned half_bits(float value) {
     const unsigned mantissa = unsigned(std::nearbyint(std::ldexp(std::fabs(value), 10 - exponent)));
     return sign | (unsigned(exponent + 14) * 1024 + mantissa); // the hidden bit adds one to the exponent
 }
+inline float fast_inverse(float value) { return 1.0f / value; }
+inline float fast_inverse_root(float value) { return 1.0f / std::sqrt(value); }
+inline float fast_exp2(float value) { return std::exp2(value); }
 template <class F> unsigned by_halves(unsigned a, unsigned b, F f) {
     return half_bits(f(half_value(a & 0xFFFF), half_value(b & 0xFFFF))) |
            half_bits(f(half_value(a >> 16), half_value(b >> 16))) << 16;
