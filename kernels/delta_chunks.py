@@ -47,6 +47,12 @@ def prefill_chunks(
         begin = end
 
 
+def scan_shared_bytes(arch: int) -> int:
+    """Dynamic shared memory of a block of `chunks_scan` for sm_`arch`: with two chunks' operands where there is room."""
+    stages = 0 if arch < 80 else 2 if arch == 80 or 90 <= arch < 120 else 1
+    return _SCAN_BYTES + stages * _STAGED_BYTES
+
+
 def _piece(
     mixed: Tensor,
     a: Tensor,
@@ -93,7 +99,7 @@ def _piece(
         device,
         _PREPARE_BYTES,
     )
-    staged = int(checks.module_on(SOURCE, device).arch.partition("_")[2]) >= 80
+    arch = int(checks.module_on(SOURCE, device).arch.partition("_")[2])
     launch(
         SOURCE,
         "chunks_scan",
@@ -104,5 +110,5 @@ def _piece(
             *(out, chunks, lead, tokens, key_heads),
         ),
         device,
-        _SCAN_BYTES + (_STAGED_BYTES if staged else 0),
+        scan_shared_bytes(arch),
     )

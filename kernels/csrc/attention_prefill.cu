@@ -111,7 +111,7 @@ __device__ __forceinline__ void weigh_scores(const float *scores, unsigned short
             total += s[i][j];
         }
         *reinterpret_cast<uint2 *>(weights + row * kWeightPitch + i * 16 + first) =
-            uint2{half_bits(s[i][0]) | half_bits(s[i][1]) << 16, half_bits(s[i][2]) | half_bits(s[i][3]) << 16};
+            uint2{half_pair(s[i][0], s[i][1]), half_pair(s[i][2], s[i][3])};
     }
     mass = mass * factor + total;
     if (lane % 4 == 0) {

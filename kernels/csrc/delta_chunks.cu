@@ -6,6 +6,7 @@
 // rows of a head's state. Operands are fp16, sums, inverse and state FP32. docs/kernels/delta.md.
 #include "ampere.cuh"
 #include "delta.cuh"
+#include "volta.cuh"
 #include "warp_product.cuh"
 
 constexpr int kChunk = 64;
@@ -14,6 +15,9 @@ constexpr int kPitch = kHead + 8;          // rows of 128 fp16 in shared memory:
 constexpr int kSquarePitch = kChunk + 8;   // rows of 64 fp16
 constexpr int kWidePitch = kChunk + 4;     // rows of 64 FP32
 constexpr bool kAsync = __CUDA_ARCH__ >= 800;
+// How many chunks' operands a block of the scan holds: two where a block may have 163 KB of shared memory.
+constexpr int kStages = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? 2 : 1;
+constexpr float kLog2e = 1.4426950408889634f;
 
 // A chunk's rows of `columns` fp16 to shared memory; on sm_80 and newer they are there once the thread's copies were waited
 // for and the block has met.
@@ -54,7 +58,7 @@ __device__ __forceinline__ unsigned halves(float low, float high) {
 // The outputs are fp16: what the fast instructions get wrong is far below its steps.
 __device__ __forceinline__ float fast_convolved(float a, float b, float c, float d, float4 taps) {
     const float x = a * taps.x + b * taps.y + c * taps.z + d * taps.w;
-    return x * fast_inverse(1.0f + fast_exp2(-1.4426950408889634f * x));
+    return x * fast_inverse(1.0f + fast_exp2(-kLog2e * x));
 }
 
 constexpr int kRun = 16; // rows that a warp convolves one after another
@@ -185,8 +189,9 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     stage<kHead, kPrepareThreads>(s.queries, kPitch, own + key_head * kHead, channels);
     stage<kHead, kPrepareThreads>(s.values, kPitch, own + (2 * key_heads + head) * kHead, channels);
     copies_end();
-    if (threadIdx.x < 32) { // running sums of the log decay, two rows a lane
-        const float first = read(gates + row + 2 * lane), pair = first + read(gates + row + 2 * lane + 1);
+    if (threadIdx.x < 32) { // running sums of the log decay, two rows a lane, as powers of two
+        const float first = kLog2e * read(gates + row + 2 * lane);
+        const float pair = first + kLog2e * read(gates + row + 2 * lane + 1);
         float sum = pair;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -233,8 +238,10 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
             const float strength = s.beta[i], total = s.total[i];
             float *place = s.system + i * kWidePitch + column;
             // On and above the diagonal the difference is not negative and may overflow: it is selected away.
-            place[0] = column < i ? strength * expf(total - s.total[column]) * place[0] : 0.0f;
-            place[1] = column + 1 < i ? strength * expf(total - s.total[column + 1]) * place[1] : 0.0f;
+            const float low = strength * fast_exp2(total - s.total[column]) * place[0];
+            const float high = strength * fast_exp2(total - s.total[column + 1]) * place[1];
+            place[0] = column < i ? low : 0.0f;
+            place[1] = column + 1 < i ? high : 0.0f;
         }
     }
     __syncthreads();
@@ -261,26 +268,27 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         const float last = s.total[kChunk - 1];
 #pragma unroll 4
         for (int i = part * kTile; i < (part + 1) * kTile; ++i) {
-            const float total = s.total[i], growth = expf(total);
+            const float total = s.total[i], growth = fast_exp2(total);
             const float *place = s.weights + i * kWidePitch + column;
+            const float low = fast_exp2(total - s.total[column]) * place[0];
+            const float high = fast_exp2(total - s.total[column + 1]) * place[1];
             write(reinterpret_cast<unsigned *>(weights + (row + i) * kChunk) + lane,
-                  halves(column <= i ? expf(total - s.total[column]) * place[0] : 0.0f,
-                         column + 1 <= i ? expf(total - s.total[column + 1]) * place[1] : 0.0f));
+                  half_pair(column <= i ? low : 0.0f, column + 1 <= i ? high : 0.0f));
             const uint2 q = *reinterpret_cast<const uint2 *>(s.queries + i * kPitch + 4 * lane);
+            const unsigned factor = half_pair(growth, growth);
             write(reinterpret_cast<uint2 *>(grown + (row + i) * kHead) + lane,
-                  uint2{halves(growth * half_value(q.x & 0xFFFF), growth * half_value(q.x >> 16)),
-                        halves(growth * half_value(q.y & 0xFFFF), growth * half_value(q.y >> 16))});
+                  uint2{multiply_pairs(q.x, factor), multiply_pairs(q.y, factor)});
             if (lane == 0) {
-                write(factors + row + i, expf(last - total));
+                write(factors + row + i, fast_exp2(last - total));
                 write(factors + static_cast<size_t>(value_heads) * padded + row + i, growth);
             }
         }
     }
     __syncthreads();
-    const auto keep = [&](int i, int j, float value) { // an element of the inverse, for the products below
-        const float strong = value * s.beta[j];
-        s.for_values[i * kSquarePitch + j] = static_cast<unsigned short>(half_bits(strong));
-        s.for_keys[i * kSquarePitch + j] = static_cast<unsigned short>(half_bits(strong * expf(s.total[j])));
+    // An element of the inverse, for the products below. |element| <= 1: a product of contractions is none greater.
+    const auto keep = [&](int i, int j, float value, float beta, float both) {
+        s.for_values[i * kSquarePitch + j] = static_cast<unsigned short>(half_bits(value * beta));
+        s.for_keys[i * kSquarePitch + j] = static_cast<unsigned short>(half_bits(value * both));
     };
     if (threadIdx.x < kChunk) {
 #pragma unroll
@@ -309,12 +317,15 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        keep(low_row, low_column + j, low[j]);
+        const float beta = s.beta[low_column + j];
+        keep(low_row, low_column + j, low[j], beta, beta * fast_exp2(s.total[low_column + j]));
     }
     if (threadIdx.x < kChunk) {
+        const int j = threadIdx.x;
+        const float beta = s.beta[j], both = beta * fast_exp2(s.total[j]);
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
-            keep(block * kHalf + i, block * kHalf + own_column, inverse[i]);
+            keep(block * kHalf + i, j, inverse[i], beta, both);
         }
     }
     __syncthreads();
@@ -355,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
             const int i = n * 2 + lane / 16, column = lane % 16 * 4;
             const float4 four = *reinterpret_cast<const float4 *>(scratch + i * kWidePitch + column);
             write(reinterpret_cast<uint2 *>(w + (own_row + i) * kHead + side * kChunk + column),
-                  uint2{halves(four.x, four.y), halves(four.z, four.w)});
+                  uint2{half_pair(four.x, four.y), half_pair(four.z, four.w)});
         }
         __syncwarp();
     }
@@ -371,8 +382,9 @@ struct ScanShared {
     unsigned short state[kValues * kPitch]; // of the chunk's beginning
     unsigned short update[kChunk * kValuePitch], decayed[kChunk * kValuePitch]; // u, and u as the chunk's end sees it
     float scratch[kScanThreads / 32][kValues * kScratchPitch];                 // a warp's
-    // sm_80 and newer: the chunk's operands; sm_70 takes them from where they are.
-    unsigned short w[kChunk * kPitch], grown[kChunk * kPitch], keys[kChunk * kPitch], weights[kChunk * kSquarePitch];
+    struct Operands { // of a chunk, on sm_80 and newer; sm_70 takes them from where they are
+        unsigned short w[kChunk * kPitch], grown[kChunk * kPitch], keys[kChunk * kPitch], weights[kChunk * kSquarePitch];
+    } operands[kStages];
 };
 
 // The chunks of a lane in order. halves_in, w, grown, u, weights, factors: as above. x and rows: the history moves, too.
@@ -401,16 +413,18 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const auto stage_rows = [&](int chunk) { // what meets the state
         if (kAsync && chunk < chunks) {
             const size_t at = first + chunk * kChunk;
-            stage<kHead, kScanThreads>(s.w, kPitch, w + at * kHead, kHead);
-            stage<kHead, kScanThreads>(s.grown, kPitch, grown + at * kHead, kHead);
+            auto &to = s.operands[chunk % kStages];
+            stage<kHead, kScanThreads>(to.w, kPitch, w + at * kHead, kHead);
+            stage<kHead, kScanThreads>(to.grown, kPitch, grown + at * kHead, kHead);
         }
         copies_end();
     };
     const auto stage_rest = [&](int chunk) { // what meets the updates
         if (kAsync && chunk < chunks) {
             const size_t at = first + chunk * kChunk;
-            stage<kHead, kScanThreads>(s.keys, kPitch, keys + static_cast<size_t>(chunk) * kChunk * channels, channels);
-            stage<kChunk, kScanThreads>(s.weights, kSquarePitch, weights + at * kChunk, kChunk);
+            auto &to = s.operands[chunk % kStages];
+            stage<kHead, kScanThreads>(to.keys, kPitch, keys + static_cast<size_t>(chunk) * kChunk * channels, channels);
+            stage<kChunk, kScanThreads>(to.weights, kSquarePitch, weights + at * kChunk, kChunk);
         }
         copies_end();
     };
@@ -430,6 +444,9 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         }
     };
     stage_rows(0);
+    if (kStages == 2) {
+        stage_rest(0);
+    }
     load(0);
 
     float *place = state + ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_value) * kHead + column;
@@ -456,18 +473,26 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     publish();
     copies_wait();
     __syncthreads();
-    stage_rest(0);
+    if (kStages == 1) {
+        stage_rest(0);
+    }
 
+    // With two stages a chunk's operands come while the one before is at work; with one, as soon as their place is free.
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const size_t at = first + chunk * kChunk + own; // this warp's first row
-        SumTile meant = {}, answer = {};                // W S^T, and the outputs
+        const auto &operands = s.operands[chunk % kStages];
+        if (kStages == 2) {
+            stage_rows(chunk + 1);
+            stage_rest(chunk + 1);
+        }
+        SumTile meant = {}, answer = {}; // W S^T, and the outputs
 #pragma unroll
         for (int k = 0; k < kHead / kTile; ++k) {
             HalfTile a, q;
             if (kAsync) {
-                a = left_tile<From::kShared, Order::kRows>(s.w + own * kPitch + k * kTile, kPitch);
-                q = left_tile<From::kShared, Order::kRows>(s.grown + own * kPitch + k * kTile, kPitch);
+                a = left_tile<From::kShared, Order::kRows>(operands.w + own * kPitch + k * kTile, kPitch);
+                q = left_tile<From::kShared, Order::kRows>(operands.grown + own * kPitch + k * kTile, kPitch);
             } else {
                 a = left_tile<From::kGlobal, Order::kRows>(w + at * kHead + k * kTile, kHead);
                 q = left_tile<From::kGlobal, Order::kRows>(grown + at * kHead + k * kTile, kHead);
@@ -489,9 +514,13 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
             *reinterpret_cast<uint2 *>(s.decayed + to) = uint2{halves(d.x, d.y), halves(d.z, d.w)};
         }
         const float grows = growth;
-        copies_wait();
+        if (kStages == 1) {
+            copies_wait();
+        }
         __syncthreads();
-        stage_rows(chunk + 1);
+        if (kStages == 1) {
+            stage_rows(chunk + 1);
+        }
         load(chunk + 1);
 
 #pragma unroll
@@ -502,7 +531,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         for (int k = 0; k < kChunk / kTile; ++k) {
             HalfTile b;
             if (kAsync) {
-                b = right_tile<From::kShared, Order::kRows>(s.keys + k * kTile * kPitch + column, kPitch);
+                b = right_tile<From::kShared, Order::kRows>(operands.keys + k * kTile * kPitch + column, kPitch);
             } else {
                 const size_t key_row = static_cast<size_t>(chunk * kChunk + k * kTile);
                 b = right_tile<From::kGlobal, Order::kRows>(keys + key_row * channels + column, channels);
@@ -519,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
             if (k <= part) {
                 HalfTile a;
                 if (kAsync) {
-                    a = left_tile<From::kShared, Order::kRows>(s.weights + own * kSquarePitch + k * kTile, kSquarePitch);
+                    a = left_tile<From::kShared, Order::kRows>(operands.weights + own * kSquarePitch + k * kTile, kSquarePitch);
                 } else {
                     a = left_tile<From::kGlobal, Order::kRows>(weights + at * kChunk + k * kTile, kChunk);
                 }
@@ -546,7 +575,9 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         publish();
         copies_wait();
         __syncthreads();
-        stage_rest(chunk + 1);
+        if (kStages == 1) {
+            stage_rest(chunk + 1);
+        }
     }
 #pragma unroll
     for (int m = 0; m < kValueTiles; ++m) {

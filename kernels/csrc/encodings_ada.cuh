@@ -3,50 +3,30 @@
 #include "ampere.cuh"
 #include "encodings.cuh"
 
-#ifndef NVFP4_DECODE
-#define NVFP4_DECODE 2
-#endif
 struct AdaNvfp4 : Nvfp4 {
-    static constexpr float kUnit = NVFP4_DECODE == 2 ? 64.0f : 16384.0f;
+    static constexpr float kUnit = 16384.0f;
 
-    unsigned even[2], odd[2]; // of the codes' two words: a byte a code, of the even and of the odd nibbles
+    unsigned even[2], odd[2]; // of the codes' two words: a byte a code * 2^-14, sign and bits 9..11 of fp16
 
     __device__ static AdaNvfp4 take(SharedAddress tile, int row) { return {Nvfp4::take(tile, row)}; }
 
+    // A code * 2^-14 times a scale is a multiple of 2^-24 and six bits wide: exact, as a subnormal if need be.
     __device__ void prepare() {
         factor = e4m3_pair(static_cast<unsigned short>(permute(factor, factor, 0x7700)));
-#if NVFP4_DECODE == 1
+        const unsigned words[2] = {codes.x, codes.y};
+#pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const unsigned word = i ? codes.y : codes.x;
-            even[i] = (word << 1 & 0x0E0E0E0Eu) | (word << 4 & 0x80808080u);
-            odd[i] = (word >> 3 & 0x0E0E0E0Eu) | (word & 0x80808080u);
+            even[i] = (words[i] << 1 & 0x0E0E0E0Eu) | (words[i] << 4 & 0x80808080u);
+            odd[i] = (words[i] >> 3 & 0x0E0E0E0Eu) | (words[i] & 0x80808080u);
         }
-#elif NVFP4_DECODE == 2
-        for (int i = 0; i < 2; ++i) {
-            const unsigned word = i ? codes.y : codes.x;
-            even[i] = (word << 2 & 0x1C1C1C1Cu) | (word << 4 & 0x80808080u);
-            odd[i] = (word >> 2 & 0x1C1C1C1Cu) | (word & 0x80808080u);
-        }
-#endif
     }
 
-#if NVFP4_DECODE == 1
+    // A code's byte is the upper one of its fp16 number. Codes of two columns in a row stand two bytes apart.
     __device__ void quarter(int j, unsigned &first, unsigned &second) const {
         const unsigned e = even[j / 2], o = odd[j / 2];
         first = multiply_pairs(j % 2 ? e & 0xFF00FF00u : permute(e, 0, 0x2404), factor);
         second = multiply_pairs(j % 2 ? o & 0xFF00FF00u : permute(o, 0, 0x2404), factor);
     }
-#elif NVFP4_DECODE == 2
-    __device__ void quarter(int j, unsigned &first, unsigned &second) const {
-        const unsigned bytes = j % 2 ? odd[j / 2] : even[j / 2];
-        first = multiply_pairs(e4m3_pair(static_cast<unsigned short>(bytes)), factor);
-        second = multiply_pairs(e4m3_pair(static_cast<unsigned short>(bytes >> 16)), factor);
-    }
-    __device__ static uint4 arrange(uint4 x) {
-        return {permute(x.x, x.z, 0x5410), permute(x.x, x.z, 0x7632), permute(x.y, x.w, 0x5410),
-                permute(x.y, x.w, 0x7632)};
-    }
-#endif
 };
 
 struct AdaFp8 : Fp8 {

@@ -77,6 +77,7 @@ template <class T> T read(const T *address) {
 template <class T> T stream(const T *address) { return read(address); }
 template <class T> T __ldg(const T *address) { return read(address); }
 template <class T> T __ldcs(const T *address) { return read(address); }
+inline void prefetch(const void *address) { stray += !inside(address, 1); }
 template <class T> void write(T *address, T value) {
     if (inside(address, sizeof(T))) {
         *address = value;
@@ -174,6 +175,7 @@ inline unsigned half_bits(float value) {
     const unsigned mantissa = unsigned(std::nearbyint(std::ldexp(std::fabs(value), 10 - exponent)));
     return sign | (unsigned(exponent + 14) * 1024 + mantissa); // the hidden bit adds one to the exponent
 }
+inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 inline float fast_inverse(float value) { return 1.0f / value; }
 inline float fast_inverse_root(float value) { return 1.0f / std::sqrt(value); }
 inline float fast_exp2(float value) { return std::exp2(value); }
