@@ -12,12 +12,12 @@ from .checks import launch
 
 SOURCE = "delta_chunks.cu"
 CHUNK = 64
-PIECE = 2048  # rows at a time: what they need beside, 29 KB a value head and chunk, is bounded
+PIECE = 2048  # rows at a time: what they need beside, 73 KB a value head and chunk, is bounded
 HEAD = 128
 EPS = 1e-6  # of the normalisation of queries and keys
 _CONVOLVE_THREADS, _PREPARE_THREADS, _SCAN_THREADS = 128, 256, 256
 _VALUES = 32  # rows of a head's state that a block has
-_PREPARE_BYTES = 3 * CHUNK * (HEAD + 8) * 2 + 2 * CHUNK * (CHUNK + 4) * 4 + 2 * CHUNK * 4
+PREPARE_BYTES = 3 * CHUNK * (HEAD + 8) * 2 + 2 * CHUNK * (CHUNK + 4) * 4 + 2 * CHUNK * 4
 _SCAN_BYTES = _VALUES * (HEAD + 8) * 2 + 2 * CHUNK * (_VALUES + 8) * 2 + 8 * _VALUES * 20 * 4
 _STAGED_BYTES = 3 * CHUNK * (HEAD + 8) * 2 + CHUNK * (CHUNK + 8) * 2  # more, where copies are asynchronous
 
@@ -97,7 +97,7 @@ def _piece(
         _PREPARE_THREADS,
         (convolved, gates, w, grown, u, weights, factors, key_heads),
         device,
-        _PREPARE_BYTES,
+        PREPARE_BYTES,
     )
     arch = int(checks.module_on(SOURCE, device).arch.partition("_")[2])
     launch(

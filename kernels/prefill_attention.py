@@ -17,7 +17,7 @@ from .norm import check_heads, output_gate, staged
 SOURCE, OWN_SOURCE = "kvcache.cu", "attention_prefill.cu"
 FIRST_WITH_FLASH = 80  # compute capability of torch's flash attention
 _THREADS = 256
-_ROWS = {True: 64, False: 56}  # query rows (tokens x heads of a kv head) a block, by int8 or fp16
+ROWS = {True: 64, False: 56}  # query rows (tokens x heads of a kv head) a block, by int8 or fp16
 
 
 def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def prefill_attention(
 def _own(query: Tensor, cache: KVCache, table: Tensor, start: int, gate: Tensor | None, out: Tensor) -> Tensor:
     tokens, heads, _ = query.shape
     _check_table(cache, table, start + tokens)
-    rows, group = _ROWS[cache.is_int8], heads // cache.kv_heads
+    rows, group = ROWS[cache.is_int8], heads // cache.kv_heads
     if group > rows:
         raise InputError(f"query is {list(query.shape)}: expected at most {rows} query heads a KV head.")
     block_tokens = rows // group
@@ -114,7 +114,7 @@ def _own(query: Tensor, cache: KVCache, table: Tensor, start: int, gate: Tensor 
 
 def own_shared_bytes(int8: bool) -> int:
     """Dynamic shared memory of a block of our kernel: queries, scores of two pages, weights, scales, two numbers a row."""
-    rows = _ROWS[int8]
+    rows = ROWS[int8]
     return rows * (2 * (DIM + 8) + 2 * 4 * (PAGE + 4) + 2 * (PAGE + 8) + 8) + 2 * BLOCKS * PAGE
 
 

@@ -167,12 +167,12 @@ def elementwise(device: torch.device) -> Iterator[Measurement]:
         projection = torch.randn(sets, tokens, width, device=device)
         cache = _cache(8192, device, int8=True)
         places = torch.arange(tokens, device=device, dtype=torch.int32)
-        tables = reference.rope_table(4096, reference.inverse_frequencies(DIM, 0.25, 1e7))
+        cosines, sines = reference.rope_table(4096, reference.inverse_frequencies(DIM, 0.25, 1e7))
         turn = partial(
             qkv_rope,
             query_weight=torch.randn(DIM, device=device),
             key_weight=torch.randn(DIM, device=device),
-            tables=tuple(part.to(device) for part in tables),
+            tables=(cosines.to(device), sines.to(device)),
             axes=reference.mrope_axes(32, [11, 11, 10]).int().to(device),
             positions=places.expand(3, tokens).contiguous(),
             slots=places,
