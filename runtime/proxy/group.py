@@ -219,13 +219,16 @@ class RankGroup:
                 print(f"duovolt serve: loading for {now - start:.0f} s, waiting for rank {waiting}", file=sys.stderr)
 
     def _look_at_loading(self, watch: LoadWatch, seconds: float) -> None:
-        """A rank that does nothing for the watchdog's time, or loads for ever, is taken to hang."""
+        """A rank that does nothing for the watchdog's time, or loads for ever, is taken to hang.
+
+        One that is ready idles, and gives signs of life of its own.
+        """
         for rank, process in enumerate(self._processes):
-            if rank in self._ready:
-                continue
-            if (silent := watch.look(process.pid)) > self._plan.options.watchdog_seconds:
-                self._set_fault(RankFault(f"rank {rank} has done nothing for {silent:.0f} s while it was to load."))
-            if seconds > _LONGEST_LOAD_SECONDS:
+            loaded = rank in self._ready
+            silent = self._progress[rank].age_seconds if loaded else watch.look(process.pid)
+            if silent > self._plan.options.watchdog_seconds:
+                self._set_fault(RankFault(f"rank {rank} has done nothing for {silent:.0f} s while the ranks load."))
+            if not loaded and seconds > _LONGEST_LOAD_SECONDS:
                 self._set_fault(RankFault(f"rank {rank} was not ready after {seconds:.0f} s."))
 
     def _check_ready(self) -> None:
