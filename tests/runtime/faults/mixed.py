@@ -11,7 +11,7 @@ import httpx
 
 from ..conftest import Server
 from .invariants import logs_agree, part_of_expected, serves, wait_clean, whole
-from .reader import PATH, Reader
+from .reader import PATH, PLAIN, Reader
 from .trials import running
 from .world import World, log_pairs
 
@@ -79,7 +79,7 @@ def _one(world: World, server: Server, kind: str, chance: random.Random, most_to
         return
     try:
         timeout = 120 if kind.startswith("stay") else chance.uniform(0.001, 0.3)
-        text = httpx.post(server.url + PATH, json=body, timeout=timeout).json()["choices"][0]["text"]
+        text = PLAIN.post(server.url + PATH, json=body, timeout=timeout).json()["choices"][0]["text"]
     except httpx.TimeoutException:
         assert kind.startswith("leave")
     except (KeyError, ValueError):
@@ -93,12 +93,12 @@ def _abort(world: World, server: Server, body: dict[str, Any], chance: random.Ra
     ended: list[httpx.Response] = []
 
     def ask() -> None:
-        ended.append(httpx.post(server.url + PATH, json=body, headers={"X-Request-Id": name}, timeout=120))
+        ended.append(PLAIN.post(server.url + PATH, json=body, headers={"X-Request-Id": name}, timeout=120))
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(chance.uniform(0.001, 0.2))
-    aborted = httpx.post(f"{server.url}/v1/abort", json={"request_id": name}, timeout=120).json()["aborted"]
+    aborted = PLAIN.post(f"{server.url}/v1/abort", json={"request_id": name}, timeout=120).json()["aborted"]
     thread.join(120)
     assert ended, "an aborted request hangs"
     if not aborted:

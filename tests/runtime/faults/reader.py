@@ -12,6 +12,7 @@ import httpx
 from ..conftest import Server
 
 PATH = "/v1/completions"
+PLAIN = httpx.Client(verify=False, trust_env=False, limits=httpx.Limits(max_connections=None))  # a new one costs 30 ms
 
 
 class Reader:
@@ -41,7 +42,7 @@ class Reader:
 
     def _run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
+            with PLAIN.stream("POST", self._url, json=self._body, timeout=120) as response:
                 self.status = response.status_code
                 if response.status_code != 200:
                     self.error, self.end = response.read().decode(), "refused"
