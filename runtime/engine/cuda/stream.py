@@ -92,7 +92,7 @@ class _Digests:
         for entry, begin, end in block.pieces():
             if begin == entry.begin:
                 self._tensor.reset()
-            self._tensor.update(block.view(begin, end).numpy())
+            self._tensor.update(block.view(begin, end).numpy().data)
             if end == entry.end and (found := self._tensor.hexdigest()) != (
                 wanted := self._manifest.tensors[entry.name].digest
             ):
@@ -106,7 +106,7 @@ class _Digests:
         assert self._manifest is not None
         if block.begin == 0:
             self._file.reset()
-        self._file.update(block.view(block.begin, block.end).numpy())
+        self._file.update(block.view(block.begin, block.end).numpy().data)
         path = block.header.path
         if block.end == block.header.size and (found := self._file.hexdigest()) != (
             wanted := self._manifest.files[path.name].digest
@@ -254,7 +254,7 @@ def _read(pool: ThreadPoolExecutor, file: int, path: Path, begin: int, buffer: T
 
 
 def _read_part(file: int, path: Path, begin: int, buffer: Tensor) -> None:
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     while len(view):
         with naming(path):
             got = os.preadv(file, [view], begin)
