@@ -192,3 +192,23 @@ def test_a_model_without_a_tower_says_so(tools: Any) -> None:
     engine = tools.engine(tools.source(seed=1, vocab_size=3072))
     run = tools.drive(engine, request(placed))
     assert "no vision tower" in run.events[1][-1].error
+
+
+def test_a_tower_of_stored_words_gives_the_bits_of_a_widened_one() -> None:
+    """The tower of a card stays bfloat16: half the memory, the same values."""
+    from duovolt.runtime.engine.cuda.loading import load_cuda_weights
+
+    stored, _ = load_cuda_weights(TINY, torch.device("cpu"))
+    assert stored.vision is not None and stored.vision.blocks[0].qkv.weight.dtype == torch.bfloat16
+    image = prompt(SIZES["one"]).images[0]
+    assert torch.equal(tower(stored).embed(image), tower(load_weights(tiny())).embed(image))
+
+
+def test_attention_in_blocks_is_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from duovolt.kernels.reference import vision
+
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(50, 3, 8, generator=generator) for _ in range(3))
+    whole = vision.attend_all(query, key, value)
+    monkeypatch.setattr(vision, "SCORES_BYTES", 7 * 4 * 3 * 50)  # blocks of seven queries, the last one shorter
+    torch.testing.assert_close(vision.attend_all(query, key, value), whole, rtol=1e-5, atol=1e-6)
