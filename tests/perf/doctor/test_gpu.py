@@ -14,7 +14,7 @@ from duovolt.perf.doctor.facts import Link
 from duovolt.perf.doctor.probes import MachineProbes
 from duovolt.perf.machine import read_machine
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def test_stores_between_two_streams_of_one_card_arrive():
