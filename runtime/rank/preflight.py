@@ -83,7 +83,9 @@ def preflight(wishes: Wishes, command: Sequence[str] | None = None) -> Settled |
         ) from None
     try:
         answer = json.loads(run.stdout.splitlines()[-1])
-        return msgspec.convert(answer["value"], Settled if answer["settled"] else Refused)
+        if answer["settled"]:
+            return msgspec.convert(answer["value"], Settled)
+        return msgspec.convert(answer["value"], Refused)
     except (IndexError, KeyError, TypeError, ValueError, msgspec.ValidationError):
         last = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise EnvironmentFault(f"looking at the cards failed with exit code {run.returncode}: {last[0]}") from None

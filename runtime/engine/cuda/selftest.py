@@ -5,6 +5,7 @@ A card, a driver or a build that computes wrongly gives plausible nonsense for h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,20 +55,17 @@ def check_answers(device: torch.device, cases: list[Case] | None = None) -> list
 def all_cases() -> list[Case]:
     """Every encoding of the linears, the fused gate, both caches, the delta rule, the norm."""
     cases = [
-        _pair(f"linear {encoding}", lambda f, d, e=encoding: f(_input(d), _weight(e, d)), linear, linear_reference)
+        _pair(f"linear {encoding}", partial(_multiply, encoding), linear, linear_reference)
         for encoding in ("nvfp4", "fp8", "fp8_blocks", "half")
     ]
-    for kind, int8 in (("int8", True), ("fp16", False)):
-        cases.append(
-            _pair(
-                f"attention {kind}", lambda f, d, i=int8: _attend(f, d, i), decode_attention, decode_attention_reference
-            )
-        )
+    for kind in ("int8", "fp16"):
+        attend = partial(_attend, kind == "int8")
+        cases.append(_pair(f"attention {kind}", attend, decode_attention, decode_attention_reference))
     return [
         *cases,
         _pair("swiglu", _swiglu, swiglu, swiglu_reference),
         _pair("delta rule", _delta, delta_decode, delta_decode_reference),
-        _pair("norm", lambda f, d: f(_input(d).float(), _random((COLUMNS,), 5, d), 1e-6), rms_norm, rms_norm_reference),
+        _pair("norm", _norm, rms_norm, rms_norm_reference),
     ]
 
 
@@ -107,12 +105,20 @@ def _weight(encoding: str, device: torch.device) -> Weight:
     return Fp8Weight(words, _random((ROWS,), 3, device).abs() + 0.5)
 
 
+def _multiply(encoding: str, run: Callable[..., Tensor], device: torch.device) -> Tensor:
+    return run(_input(device), _weight(encoding, device))
+
+
+def _norm(run: Callable[..., Tensor], device: torch.device) -> Tensor:
+    return run(_input(device).float(), _random((COLUMNS,), 5, device), 1e-6)
+
+
 def _swiglu(run: Callable[..., Tensor], device: torch.device) -> Tensor:
     x = (_input(device).float() / 64).half()
     return run(x, _weight("nvfp4", device), _weight("nvfp4", device))
 
 
-def _attend(run: Callable[..., Tensor], device: torch.device, int8: bool) -> Tensor:
+def _attend(int8: bool, run: Callable[..., Tensor], device: torch.device) -> Tensor:
     """Three tokens of one sequence at the end of 150 positions on three pages out of order; two KV heads for twelve."""
     positions, heads, pages = 150, 2, [2, 0, 1]
     cache = KVCache.empty(3, heads, int8=int8, device="cpu")
