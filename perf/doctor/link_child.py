@@ -42,22 +42,22 @@ def main(first: int = 0, second: int = 1) -> int:
     """Test the host's memory first, then each card's. Twice the same card: two streams of it."""
     found = Link(first, second)
     try:
-        sides = [Side(card, torch.cuda.Stream(card)) for card in (first, second)]
-        for side in sides:
+        one, other = (Side(card, torch.cuda.Stream(card)) for card in (first, second))
+        for side in (one, other):
             load(SOURCE, side.card)  # no compiling while the other waits
         pinned = torch.zeros(2, RATE_WORDS, dtype=torch.int64).pin_memory()  # an inbox for each
-        found = _tell(found, host=_way(*sides, pinned[1], pinned[0]))
+        found = _tell(found, host=_way(one, other, pinned[1], pinned[0]))
         claimed = first == second or (
             torch.cuda.can_device_access_peer(first, second) and torch.cuda.can_device_access_peer(second, first)
         )
         found = _tell(found, claimed=claimed)
         if not claimed:
             return 0
-        inboxes = [torch.zeros(RATE_WORDS, dtype=torch.int64, device=f"cuda:{side.card}") for side in sides]
+        inboxes = [torch.zeros(RATE_WORDS, dtype=torch.int64, device=f"cuda:{side.card}") for side in (one, other)]
         inboxes[0][:1].copy_(inboxes[1][:1])  # torch opens the way of each to the other
         inboxes[1][:1].copy_(inboxes[0][:1])
-        found = _tell(found, there=_way(*sides, inboxes[1], inboxes[0]))
-        found = _tell(found, back=_way(*sides[::-1], *inboxes))
+        found = _tell(found, there=_way(one, other, inboxes[1], inboxes[0]))
+        found = _tell(found, back=_way(other, one, inboxes[0], inboxes[1]))
     except (DuovoltError, RuntimeError) as error:
         _tell(found, fault=one_line(error).partition("\\n")[0][:300])
     return 0
