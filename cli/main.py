@@ -29,6 +29,7 @@ COMMANDS = {
     "chat": ("chat", "talk to a running server"),
     "eval": ("eval", "quality of a checkpoint: bits per byte, known words, draft acceptance"),
     "synth": ("synth", "random or sparse checkpoints of a real model's shapes"),
+    "doctor": ("doctor", "cards, links, driver, libraries: what will work, what will not, what to do"),
     "bench": ("bench", "measure beside peers: kernels, whole stages, the server"),
     "kernels": ("kernels", "compile the CUDA kernels ahead of time"),
     "rank": ("rank", "one rank process (started by serve)"),
