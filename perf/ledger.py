@@ -60,6 +60,7 @@ class Launch:
     weights, kv, state   bytes read, by what they are
     written   bytes written of KV and state
     encodings of the matrices it multiplies by
+    tokens    rows it works on; for attention and the delta rule, those of one sequence
     message   bytes a collective carries
     """
 
@@ -72,6 +73,7 @@ class Launch:
     state: int = 0
     written: int = 0
     encodings: tuple[str, ...] = ()
+    tokens: int = 1
     message: int = 0
 
     @property
@@ -167,23 +169,25 @@ class _Pass:
         return self.small("embed", f"{self.rows} rows", self.rows * self.sheet.embed_row)
 
     def small(self, kernel: str, what: str, weights: int = 0, written: int = 0) -> Launch:
-        return Launch(kernel, "small", self.part, what, weights, written=written)
+        return Launch(kernel, "small", self.part, what, weights, written=written, tokens=self.rows)
 
-    def linears(self, kernel: str, what: str, *matrices: Matrix, family: Family = "linear") -> Launch:
+    def linears(
+        self, kernel: str, what: str, *matrices: Matrix, family: Family = "linear", rows: int | None = None
+    ) -> Launch:
         encodings = tuple(dict.fromkeys(matrix.encoding for matrix in matrices))
         total = sum(matrix.nbytes for matrix in matrices)
-        return Launch(kernel, family, self.part, what, total, encodings=encodings)
+        return Launch(kernel, family, self.part, what, total, encodings=encodings, tokens=rows or self.rows)
 
     def reduce(self, what: str) -> Iterator[Launch]:
         if self.sheet.tp > 1:
             yield Launch("reduce", "collective", self.part, what, message=2 * self.rows * self.sheet.hidden)
 
     def head(self, head: Matrix, rows: int) -> Iterator[Launch]:
-        yield self.linears("linear", head.name.removesuffix(".weight"), head, family="head")
+        yield self.linears("linear", head.name.removesuffix(".weight"), head, family="head", rows=rows)
         if self.sheet.head_cut:
             yield Launch("gather", "collective", self.part, "logits", message=4 * rows * head.rows)
         for name in SAMPLING:
-            yield Launch(f"sampling_{name}", "sampling", self.part, f"{rows} rows of logits")
+            yield Launch(f"sampling_{name}", "sampling", self.part, f"{rows} rows of logits", tokens=rows)
 
     def layer(self, layer: Layer) -> Iterator[Launch]:
         yield self.small("rms_norm", f"{layer.name} input norm", 4 * self.sheet.hidden)
@@ -200,8 +204,8 @@ class _Pass:
         yield self.linears("linears", f"{layer.name} q, k, v", *layer.inputs)
         yield self.small(f"qkv_rope_{shape.kv}", layer.name, layer.vectors, self.rows * position)
         read = passes(self.tokens, heads.query // heads.kv) * shape.lanes * (shape.context + self.tokens) * position
-        yield Launch(f"attention_{shape.kv}", "attention", self.part, layer.name, kv=read)
-        yield Launch("attention_merge", "attention", self.part, layer.name)
+        yield Launch(f"attention_{shape.kv}", "attention", self.part, layer.name, kv=read, tokens=self.tokens)
+        yield Launch("attention_merge", "attention", self.part, layer.name, tokens=self.tokens)
 
     def delta(self, layer: Layer) -> Iterator[Launch]:
         """Rows of the last round that stand are read again: as many as this round has, at most, are counted."""
@@ -211,7 +215,8 @@ class _Pass:
         yield self.linears("linears", f"{layer.name} qkv, z, b, a", *layer.inputs)
         norm = 4 * heads.value_dim
         yield Launch(
-            "delta_decode", "delta", self.part, layer.name, layer.vectors - norm, state=state + kept, written=state + kept
+            "delta_decode", "delta", self.part, layer.name, layer.vectors - norm, state=state + kept,
+            written=state + kept, tokens=self.tokens,
         )  # fmt: skip
         yield self.small("gated_rms_norm", layer.name, norm)
 
@@ -221,8 +226,8 @@ class _Pass:
             read = experts.read(self.rows)
             gates = [experts.router] if experts.shared_gate is None else [experts.router, experts.shared_gate]
             yield self.linears("linears", f"{layer.name} router", *gates)
-            yield Launch("experts_swiglu", "linear", self.part, f"{layer.name} experts", read * experts.gate_up)
-            yield Launch("experts_down", "linear", self.part, f"{layer.name} experts", read * experts.down)
+            for kernel, nbytes in (("experts_swiglu", experts.gate_up), ("experts_down", experts.down)):
+                yield Launch(kernel, "linear", self.part, f"{layer.name} experts", read * nbytes, tokens=self.rows)
         yield self.linears("swiglu", f"{layer.name} gate, up", layer.gate, layer.up)
         yield self.linears("linear", f"{layer.name} down", layer.down)
 

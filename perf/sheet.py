@@ -118,6 +118,18 @@ class Sheet:
         nbytes = device_bytes(self.head.encoding, share, self.head.columns)
         return replace(self, draft_head=Matrix(DRAFT_HEAD, share, self.head.columns, self.head.encoding, nbytes))
 
+    def with_whole_head(self) -> "Sheet":
+        """The same rank with every row of the head, so that no logits are gathered."""
+        if not self.head_cut:
+            return self
+        rows, columns, encoding = self.head.rows * self.tp, self.head.columns, self.head.encoding
+        head = replace(self.head, rows=rows, nbytes=device_bytes(encoding, rows, columns))
+        draft = self.draft_head
+        if draft is not None:
+            rows = draft.rows * self.tp
+            draft = replace(draft, rows=rows, nbytes=device_bytes(draft.encoding, rows, columns))
+        return replace(self, head=head, head_cut=False, draft_head=draft)
+
 
 def device_bytes(encoding: str, rows: int, columns: int, tile: tuple[int, int] | None = None) -> int:
     """Bytes that a product reads of a matrix in `encoding`: `nbytes` of its form in kernels/weights.py.

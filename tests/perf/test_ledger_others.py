@@ -101,7 +101,8 @@ def test_the_35b_a3b_reads_its_routed_experts_by_their_count(tmp_path: Path) -> 
     assert len(state) == 30 and sheet.heads.state_bytes == 2_097_152  # 0.126 GB a token, read and written
     verify = ledger_of(sheet, Shape(drafts=3))
     distinct = 256 * (1 - (1 - 8 / 256) ** 4)
-    experts = sum(launch.weights for launch in verify.launches if launch.kernel.startswith("experts_") and launch.part == "verify")  # fmt: skip
+    routed = [launch for launch in verify.launches if launch.kernel.startswith("experts_") and launch.part == "verify"]
+    experts = sum(launch.weights for launch in routed)
     assert 8 < distinct < 32 and experts == pytest.approx(distinct * expert * LAYERS)
 
 
