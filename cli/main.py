@@ -31,6 +31,7 @@ COMMANDS = {
     "ledger": ("ledger", "bytes of a decode round, from headers alone"),
     "predict": ("predict", "tokens a second of a card, a model and a depth, from bytes and bandwidth"),
     "synth": ("synth", "random or sparse checkpoints of a real model's shapes"),
+    "doctor": ("doctor", "cards, links, driver, libraries: what will work, what will not, what to do"),
     "bench": ("bench", "measure beside peers: kernels, whole stages, the server"),
     "kernels": ("kernels", "compile the CUDA kernels ahead of time"),
     "rank": ("rank", "one rank process (started by serve)"),
