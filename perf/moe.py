@@ -94,8 +94,8 @@ class _Experts:
         if router is None:
             raise InputError(f"{self.where}: {layer.name}.mlp.gate.weight is missing.")
         gate = self._matrix(f"{layer.name}.mlp.shared_expert_gate.weight")
-        shares = (_stored(part) // self.count // self.tp for part in (gate_up, down))
-        return replace(layer, experts=Experts(self.count, self.used, *shares, router, gate))
+        wide, narrow = (_stored(part) // self.count // self.tp for part in (gate_up, down))
+        return replace(layer, experts=Experts(self.count, self.used, wide, narrow, router, gate))
 
     @staticmethod
     def _last(weight: SourceWeight) -> str:

@@ -187,20 +187,24 @@ class _Rank:
         return total
 
     def layer(self, prefix: str, kind: str) -> Layer:
+        inputs: tuple[str, ...]
+        small: tuple[str, ...]
         if kind == FULL:
             mixer, inputs, output = "self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj"
-            small: tuple[str, ...] = ("q_norm.weight", "k_norm.weight")
+            small = ("q_norm.weight", "k_norm.weight")
         else:
             mixer, inputs, output = "linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"
             small = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
-        mlp = (self.matrix(f"{prefix}.mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        gate, up, down = (self.matrix(f"{prefix}.mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
         return Layer(
             prefix,
             kind,
             tuple(self.matrix(f"{prefix}.{mixer}.{name}.weight") for name in inputs),
             self.matrix(f"{prefix}.{mixer}.{output}.weight"),
             self.vectors(f"{prefix}.{mixer}", small),
-            *mlp,
+            gate,
+            up,
+            down,
         )
 
     def head(self) -> tuple[Matrix, bool]:

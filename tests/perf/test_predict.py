@@ -88,7 +88,9 @@ def test_messages_follow_their_points() -> None:
     assert [_line([(1000, 4.0)], nbytes) for nbytes in (10, 1000, 3000)] == [4, 4, 12]
     card = load_card("v100-877")
     reduce, gather = (Launch(kernel, "collective", "verify", "x", message=40_960) for kernel in ("reduce", "gather"))
-    assert card.message(reduce, "nvlink") == pytest.approx(5.6e-6) and card.message(gather, "pcie") == pytest.approx(335e-6)
+    assert card.message(reduce, "nvlink") == pytest.approx(5.6e-6) and card.message(gather, "pcie") == pytest.approx(
+        335e-6
+    )
     assert card.message(reduce, "none") == 0
     with pytest.raises(InputError, match="no figures of a link 'sli'"):
         card.message(reduce, "sli")
