@@ -92,10 +92,14 @@ def _wait_phase(server: Server, phase: str) -> None:
 
 
 def _one_round(world: World, pid: int, phase: str) -> None:
-    """One record cancels; by the next the answer holds nothing on either rank, whose logs are equal."""
+    """One record cancels; by the next the answer holds nothing on either rank, whose logs are equal.
+
+    The rank that heard of it later may ask once more in that next record, which changes nothing.
+    """
     (pair,) = log_pairs(world.logs, pid)
     lines = [json.loads(line) for line in pair[0]]
-    (at,) = [index for index, line in enumerate(lines) if line["cancel_mask"]]
+    at, *again = (index for index, line in enumerate(lines) if line["cancel_mask"])
+    assert again in ([], [at + 1])
     before, after = lines[at], lines[at + 1]
     if phase == "queue":
         assert (before["pending"], after["pending"]) == (1, 0)
