@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from .checks import check, check_dimensions, check_rows, launch
+from .delta import Progress
 from .kvcache import PAGE
 from .round_state import (
     DRAFT,
@@ -21,6 +22,7 @@ from .round_state import (
     LANES,
     MOST_ROWS,
     PASS,
+    STOPS,
     VERIFY,
     DrawPointers,
     Draws,
@@ -34,6 +36,8 @@ from .sampling_state import MAX_DRAFTS, Drawn, Pointers, pointers
 SOURCE = "round.cu"
 REPORT = 8  # numbers a sequence: produced, judged (-1: the lane rested), tokens
 _THREADS = 256
+
+
 def round_rows(
     order: Tensor,
     lanes: Lanes,
@@ -61,7 +65,13 @@ def round_rows(
     """
     rows = _checked_rows(order, lanes, draws, into, produced, kind, drafts, step)
     arguments = (
-        *(order, _pointers(LanePointers, lanes), _pointers(DrawPointers, draws), _pointers(PassPointers, into), produced),
+        *(
+            order,
+            _pointers(LanePointers, lanes),
+            _pointers(DrawPointers, draws),
+            _pointers(PassPointers, into),
+            produced,
+        ),
         *(lanes.lengths.shape[0], lanes.tables.shape[1], kind, step, rows, drafts, int(certain), int(copies)),
     )
     launch(SOURCE, "round_rows", order.shape[0], _THREADS, arguments, order.device)
@@ -141,41 +151,65 @@ def _rotary(lanes: Lanes, lane: int, place: int) -> Tensor:
 
 
 def round_advance(
-    lanes: Lanes, verified: Pass, drawn: Drawn, wide: Tensor, hidden: Tensor | None, overflows: Tensor, report: Tensor
+    lanes: Lanes,
+    verified: Pass,
+    drawn: Drawn,
+    progress: Progress | None,
+    wide: Tensor,
+    hidden: Tensor,
+    overflows: Tensor,
+    report: Tensor,
 ) -> None:
-    """Move the lanes of a verification pass on by what was decided.
+    """Move the lanes of a verification pass on by what was decided, up to a token that ends the answer: then they rest.
 
-    wide float32 [T, H]: hidden states of the pass; those that stand go to `hidden` float32 [lanes, 6, H] (None: there is
-    no draft layer). overflows int32 [n]: counters, summed up. report int32 [S + 1, 8]: produced (0: the logits were not
-    finite, and the lane rests), drafts judged (-1: it rested before), tokens, -1 behind them; last row: the overflows.
+    progress   what stands is said here, too; None: this was no pass through the layers
+    wide       float32 [T, H], hidden states of the pass; those that stand go to `hidden` float32 [lanes, 6, H]
+    overflows  int32 [n]: counters, summed up
+    report     int32 [S + 1, 8]: produced (0: the logits were not finite, and the lane rests), drafts judged (-1: it rested
+               before), tokens, -1 behind them; last row: the overflows
+
     Raises as `round_rows`.
     """
     rows = _checked_advance(lanes, verified, drawn, wide, hidden, overflows, report)
+    accepted = None if progress is None else progress.accepted
     arguments = (
-        *(_pointers(LanePointers, lanes), _pointers(PassPointers, verified), drawn.tokens, drawn.produced, wide, hidden),
-        *(wide.shape[1], rows, overflows, overflows.shape[0], report),
+        *(_pointers(LanePointers, lanes), _pointers(PassPointers, verified), drawn.tokens, drawn.produced, accepted),
+        *(wide, hidden, wide.shape[1], rows, overflows, overflows.shape[0], report),
     )
     launch(SOURCE, "round_advance", wide.shape[0], _THREADS, arguments, wide.device)
 
 
 def round_advance_reference(
-    lanes: Lanes, verified: Pass, drawn: Drawn, wide: Tensor, hidden: Tensor | None, overflows: Tensor, report: Tensor
+    lanes: Lanes,
+    verified: Pass,
+    drawn: Drawn,
+    progress: Progress | None,
+    wide: Tensor,
+    hidden: Tensor,
+    overflows: Tensor,
+    report: Tensor,
 ) -> None:
     """What `round_advance` does, in torch on any device."""
     rows = _checked_advance(lanes, verified, drawn, wide, hidden, overflows, report)
     for sequence, lane in enumerate(verified.lanes.tolist()):
         made = int(drawn.produced[sequence]) if lane >= 0 else 0
+        tokens = drawn.tokens[sequence, :made].tolist()
         report[sequence] = -1
         report[sequence, 0] = made
         report[sequence, 1] = verified.counts[sequence] - 1 if lane >= 0 else -1
         report[sequence, 2 : 2 + made] = drawn.tokens[sequence, :made]
-        if made > 0:
-            lanes.lengths[lane] += made
-            lanes.kept[lane] = made
-            lanes.next[lane, :made] = drawn.tokens[sequence, :made]
-            if hidden is not None:
-                hidden[lane, :made] = wide[sequence * rows : sequence * rows + made]
-        elif lane >= 0:
+        if lane < 0:
+            continue
+        ends = [count for count, token in enumerate(tokens, start=1) if token in lanes.stops[lane].tolist()]
+        taken = ends[0] if ends else made
+        lanes.lengths[lane] += taken
+        lanes.next[lane, :taken] = drawn.tokens[sequence, :taken]
+        hidden[lane, :made] = wide[sequence * rows : sequence * rows + made]
+        if taken:
+            lanes.kept[lane] = taken
+            if progress is not None:
+                progress.accepted[lane] = taken
+        if ends or not made:
             lanes.limits[lane] = 0
     report[-1, 0] = overflows.sum()
 
@@ -212,7 +246,9 @@ def _checked_rows(
     sequences, device = order.shape[0], order.device
     rows = into.tokens.shape[0] // sequences
     if kind not in (KEPT, DRAFT, VERIFY) or not 1 <= rows <= MOST_ROWS or (kind == DRAFT and rows != 1):
-        raise InputError(f"a pass of kind {kind} with {rows} rows a sequence: expected 1 to {MOST_ROWS}, 1 for a draft.")
+        raise InputError(
+            f"a pass of kind {kind} with {rows} rows a sequence: expected 1 to {MOST_ROWS}, 1 for a draft."
+        )
     if not 0 <= drafts <= draws.tokens.shape[0] or drafts > MAX_DRAFTS or not 0 <= step <= drafts:
         raise InputError(f"draft {step} of {drafts}: expected at most {min(draws.tokens.shape[0], MAX_DRAFTS)}.")
     if kind == VERIFY and rows < 1 + drafts:
@@ -230,7 +266,8 @@ def _checked_rows(
 def _check_lanes(lanes: Lanes, device: torch.device) -> None:
     check_dimensions("tables", lanes.tables, 2, "[lanes, pages]")
     count = lanes.tables.shape[0]
-    shapes = {"edges": (3, count), "tables": tuple(lanes.tables.shape), "next": (count, MOST_ROWS)}
+    shapes = {"edges": (3, count), "tables": tuple(lanes.tables.shape)}
+    shapes |= {"stops": (count, STOPS), "next": (count, MOST_ROWS)}
     for name in LANES:
         check(name, getattr(lanes, name), torch.int32, shapes.get(name, (count,)), device)
 
@@ -248,7 +285,7 @@ def _check_pass(into: Pass, sequences: int, rows: int, decided: int, pages: int,
 
 
 def _checked_advance(
-    lanes: Lanes, verified: Pass, drawn: Drawn, wide: Tensor, hidden: Tensor | None, overflows: Tensor, report: Tensor
+    lanes: Lanes, verified: Pass, drawn: Drawn, wide: Tensor, hidden: Tensor, overflows: Tensor, report: Tensor
 ) -> int:
     check_dimensions("wide", wide, 2, "[T, H]")
     total, width = wide.shape
@@ -261,8 +298,7 @@ def _checked_advance(
     check("drawn.tokens", drawn.tokens, torch.int32, (sequences, MAX_DRAFTS + 1), device)
     check("drawn.produced", drawn.produced, torch.int32, (sequences,), device)
     check("wide", wide, torch.float32, (total, width), device)
-    if hidden is not None:
-        check("hidden", hidden, torch.float32, (lanes.lengths.shape[0], MOST_ROWS, width), device)
+    check("hidden", hidden, torch.float32, (lanes.lengths.shape[0], MOST_ROWS, width), device)
     check("overflows", overflows, torch.int32, (math.prod(overflows.shape),), device)
     check("report", report, torch.int32, (sequences + 1, REPORT), device)
     return rows

@@ -12,7 +12,8 @@ from .sampling_state import MAX_DRAFTS, Decision, Drawn, Pointers
 
 KEPT, DRAFT, VERIFY = range(3)  # kinds of passes
 MOST_ROWS = MAX_DRAFTS + 1  # of a sequence
-LANES = ("lengths", "limits", "prompts", "edges", "shifts", "tables", "kept", "next")
+STOPS = 8  # tokens that end an answer, as far as the device knows them
+LANES = ("lengths", "limits", "prompts", "edges", "shifts", "tables", "stops", "kept", "next")
 PASS = (
     *("tokens", "positions", "slots", "places", "lanes", "starts", "counts", "firsts", "tables", "picked"),
     *("row_lanes", "drafted", "drafts", "sources", "chances"),
@@ -42,6 +43,7 @@ class Lanes:
     edges    [3, lanes], rotary position of the prompt's last token
     shifts   rotary position less index, of the tokens behind the prompt
     tables   [lanes, pages a lane], -1 where there is none
+    stops    [lanes, 8], tokens that end the answer, -1: none
     kept     the last rows that the draft layer has not read, 1 .. 6
     next     [lanes, 6], the token behind each of them; the last is the newest token
     """
@@ -52,6 +54,7 @@ class Lanes:
     edges: Tensor
     shifts: Tensor
     tables: Tensor
+    stops: Tensor
     kept: Tensor
     next: Tensor
 
@@ -59,12 +62,14 @@ class Lanes:
     def empty(lanes: int, pages: int, device: torch.device | str) -> "Lanes":
         """Lanes that rest, for up to `pages` pages each."""
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.int32, device=device)
+        def filled(value: int, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
 
-        tables = torch.full((lanes, pages), -1, dtype=torch.int32, device=device)
-        return Lanes(*(zeros(lanes) for _ in range(3)), zeros(3, lanes), zeros(lanes), tables, zeros(lanes),
-                     zeros(lanes, MOST_ROWS))  # fmt: skip
+        return Lanes(
+            *(filled(0, lanes) for _ in range(3)),
+            *(filled(0, 3, lanes), filled(0, lanes), filled(-1, lanes, pages), filled(-1, lanes, STOPS)),
+            *(filled(0, lanes), filled(0, lanes, MOST_ROWS)),
+        )
 
 
 @dataclass(frozen=True)

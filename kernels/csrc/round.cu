@@ -10,6 +10,7 @@ constexpr int kPage = 64;
 constexpr int kMostRows = 6;   // a token and its drafts
 constexpr int kMaxDrafts = 5;
 constexpr int kReport = 8;
+constexpr int kStops = 8;
 constexpr int kThreads = 256;
 enum { kKept = 0, kDraft = 1, kVerify = 2 };
 
@@ -21,6 +22,7 @@ struct Lanes {
     const int *edges;       // [3, lanes]: rotary position of the prompt's last token
     const int *shifts;      // rotary position less index, of tokens behind the prompt
     const int *tables;      // [lanes, pages]
+    const int *stops;       // [lanes, kStops]: tokens that end the answer, -1: none
     int *kept;              // rows that the draft layer has not read, the last ones: 1 .. kMostRows
     int *next;              // [lanes, kMostRows]: the token behind each of them; the last is the newest token
 };
@@ -149,17 +151,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Behind the decision on a verification pass. tokens: [sequences, kMaxDrafts + 1], produced: [sequences], as decided; 0:
-// the logits were not finite, and the lane rests. wide: FP32 [sequences * rows, width], the hidden states; those that
-// stand go to hidden [lanes, kMostRows, width] (or null: there is no draft layer). report: [sequences + 1, kReport]:
-// produced, drafts judged (-1: the lane rested), tokens; in the last row the sum of `overflows` [counters].
-// Grid: (sequences * rows).
+// the logits were not finite, and the lane rests. It rests, too, behind a token that ends its answer; what was decided
+// beyond does not count. accepted: [lanes], of the delta rule, or null: this was no pass through the layers. wide: FP32
+// [sequences * rows, width], the hidden states; those that stand go to hidden [lanes, kMostRows, width]. report:
+// [sequences + 1, kReport]: produced, drafts judged (-1: the lane rested before), tokens; in the last row the sum of
+// `overflows` [counters]. Grid: (sequences * rows).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    round_advance(Lanes lanes, Pass pass, const int *tokens, const int *produced, const float *wide, float *hidden,
-                  int width, int rows, const int *overflows, int counters, int *report) {
+    round_advance(Lanes lanes, Pass pass, const int *tokens, const int *produced, int *accepted, const float *wide,
+                  float *hidden, int width, int rows, const int *overflows, int counters, int *report) {
     const int sequence = blockIdx.x / rows, row = blockIdx.x % rows, sequences = gridDim.x / rows;
     const int lane = read(pass.lanes + sequence);
     const int made = lane < 0 ? 0 : read(produced + sequence);
-    if (row < made && hidden) {
+    if (row < made) {
         const float4 *from = reinterpret_cast<const float4 *>(wide) + static_cast<size_t>(blockIdx.x) * (width / 4);
         float4 *to = reinterpret_cast<float4 *>(hidden) + static_cast<size_t>(lane * kMostRows + row) * (width / 4);
         for (int quad = threadIdx.x; quad < width / 4; quad += kThreads) {
@@ -168,19 +171,29 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     if (row == 0 && threadIdx.x == 0) {
         int *own = report + sequence * kReport;
-        write(own, made);
-        write(own + 1, lane < 0 ? -1 : read(pass.counts + sequence) - 1);
+        int taken = 0;
+        bool ended = made == 0;
         for (int i = 0; i < kMostRows; ++i) {
             const int token = i < made ? read(tokens + sequence * (kMaxDrafts + 1) + i) : -1;
             write(own + 2 + i, token);
-            if (i < made) {
+            if (i < made && !ended) {
                 write(lanes.next + lane * kMostRows + i, token);
+                ++taken;
+                for (int stop = 0; stop < kStops; ++stop) {
+                    ended |= token == read(lanes.stops + lane * kStops + stop);
+                }
             }
         }
-        if (made > 0) {
-            write(lanes.lengths + lane, read(lanes.lengths + lane) + made);
-            write(lanes.kept + lane, made);
-        } else if (lane >= 0) {
+        write(own, made);
+        write(own + 1, lane < 0 ? -1 : read(pass.counts + sequence) - 1);
+        if (taken > 0) {
+            write(lanes.lengths + lane, read(lanes.lengths + lane) + taken);
+            write(lanes.kept + lane, taken);
+            if (accepted) {
+                write(accepted + lane, taken);
+            }
+        }
+        if (lane >= 0 && ended) {
             write(lanes.limits + lane, 0);
         }
     }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from duovolt.checkpoint.errors import InputError
+from duovolt.kernels.delta import Progress
 from duovolt.kernels.kvcache import PAGE
 from duovolt.kernels.round import (
     round_advance,
@@ -59,7 +60,9 @@ def both(device, order, drafts, kind, step, certain=False):
         into = Pass.empty(kind, tables, rows)
         produced = torch.full((len(order),), 5, dtype=torch.int32, device=device)
         places = torch.tensor(order, dtype=torch.int32, device=device)
-        function(places, lanes, draws, into, produced, kind=kind, drafts=drafts, step=step, certain=certain, copies=True)
+        function(
+            places, lanes, draws, into, produced, kind=kind, drafts=drafts, step=step, certain=certain, copies=True
+        )
         results.append({"produced": produced, **vars(into)})
     return results
 
@@ -89,12 +92,14 @@ def test_a_verification_pass_is_what_it_should_be(device):
     assert ours["sources"].tolist() == [0, -1, -1, -1, 1, -1, -1, -1, 2, 6, 10, *[-1] * 5]
 
 
-@pytest.mark.parametrize("with_hidden", [True, False])
-def test_lanes_move_on_by_what_was_decided(device, with_hidden):
+@pytest.mark.parametrize("through", [True, False], ids=["layers", "first"])
+def test_lanes_move_on_by_what_was_decided(device, through):
+    """Lane 0 gets two tokens, 2 four of which the third ends the answer, 1 none: broken logits; 3 rested before."""
     order, rows, width = [0, 3, 2, 1], 4, 8
     results = []
     for advance in (round_advance, round_advance_reference):
         lanes, draws = lanes_on(device), draws_on(device, 3, 4)
+        lanes.stops[2, 5] = 14
         verified = Pass.empty(VERIFY, torch.zeros(4, PAGES, dtype=torch.int32, device=device), rows)
         produced = torch.zeros(4, dtype=torch.int32, device=device)
         places = torch.tensor(order, dtype=torch.int32, device=device)
@@ -104,19 +109,23 @@ def test_lanes_move_on_by_what_was_decided(device, with_hidden):
             torch.tensor([2, 1, 4, 0], dtype=torch.int32, device=device),
             torch.ones(4, dtype=torch.float64, device=device),
         )
+        progress = Progress.empty(LANES, device)
+        progress.accepted.copy_(torch.tensor([2, 0, 4, 1]))
         wide = torch.arange(16 * width, dtype=torch.float32, device=device).view(16, width)
-        hidden = torch.zeros(LANES, 6, width, device=device) if with_hidden else None
+        hidden = torch.zeros(LANES, 6, width, device=device)
         report = torch.full((5, 8), -1, dtype=torch.int32, device=device)
-        advance(lanes, verified, drawn, wide, hidden, torch.tensor([1, 0, 4], dtype=torch.int32, device=device), report)
-        results.append((copy.deepcopy(vars(lanes)), hidden, report))
-    (ours, hidden, report), (theirs, their_hidden, their_report) = results
+        counters = torch.tensor([1, 0, 4], dtype=torch.int32, device=device)
+        advance(lanes, verified, drawn, progress if through else None, wide, hidden, counters, report)
+        results.append((copy.deepcopy(vars(lanes)), progress, hidden, report))
+    (ours, progress, hidden, report), (theirs, their_progress, their_hidden, their_report) = results
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
-    assert torch.equal(report, their_report)
-    if with_hidden:
-        assert torch.equal(hidden, their_hidden)
-        assert hidden[2, 3, 0] == (2 * rows + 3) * width and hidden[3].abs().max() == 0
-    assert ours["lengths"].tolist() == [102, 70, 131, 9] and ours["limits"].tolist() == [300, 0, 300, 0]
+    assert torch.equal(report, their_report) and torch.equal(hidden, their_hidden)
+    assert torch.equal(progress.accepted, their_progress.accepted)
+    assert progress.accepted.tolist() == [2, 0, 3 if through else 4, 1]
+    assert hidden[2, 2, 0] == (2 * rows + 2) * width and hidden[3].abs().max() == 0
+    assert ours["lengths"].tolist() == [102, 70, 130, 9] and ours["limits"].tolist() == [300, 0, 0, 0]
+    assert ours["kept"].tolist() == [2, 1, 3, 1] and ours["next"][2].tolist() == [12, 13, 14, 1015, 1016, 1017]
     assert report[:, :4].tolist() == [[2, 1, 0, 1], [0, -1, -1, -1], [4, 3, 12, 13], [0, 1, -1, -1], [5, -1, -1, -1]]
 
 
@@ -144,6 +153,4 @@ def test_bad_calls_are_refused():
     ):
         call = {"order": order, "into": into, "kind": VERIFY, "drafts": 2, **change}
         with pytest.raises(InputError, match=message):
-            round_rows(
-                call["order"], lanes, draws, call["into"], produced, kind=call["kind"], drafts=call["drafts"]
-            )
+            round_rows(call["order"], lanes, draws, call["into"], produced, kind=call["kind"], drafts=call["drafts"])

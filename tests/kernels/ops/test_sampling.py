@@ -287,4 +287,6 @@ def test_acceptance_can_be_forced_for_measuring(device):
         drawn = operation(
             logits, decision, lanes_with([{}], device), Distributions.empty(4, V, device), cuts=Cuts(False, False)
         )
-        assert drawn.tokens.tolist() == [[11, 12, int(logits[2].argmax()), -1, -1, -1]] and drawn.produced.tolist() == [3]
+        assert drawn.tokens.tolist() == [[11, 12, int(logits[2].argmax()), -1, -1, -1]] and drawn.produced.tolist() == [
+            3
+        ]
