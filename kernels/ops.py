@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import attention, delta, linear, logprobs, norm, prefill, prefill_attention, rope, round, sampling
+from . import attention, delta, linear, logprobs, norm, prefill, prefill_attention, rope, round, sampling, staging
 from .sampling_state import Drawn
 
 
@@ -25,6 +25,8 @@ class Ops:
     linears: Callable[..., list[Tensor]]
     swiglu: Callable[..., Tensor]
     linear_block: Callable[..., Tensor]
+    widen: Callable[..., Tensor]
+    silu_product: Callable[..., Tensor]
     qkv_rope: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
     prefill_attention: Callable[..., Tensor]
@@ -45,6 +47,8 @@ cuda_ops = Ops(
     linears=linear.linears,
     swiglu=linear.swiglu,
     linear_block=prefill.linear_block,
+    widen=staging.widen,
+    silu_product=staging.silu_product,
     qkv_rope=rope.qkv_rope,
     decode_attention=attention.decode_attention,
     prefill_attention=prefill_attention.prefill_attention,
@@ -64,6 +68,8 @@ torch_ops = Ops(
     linears=linear.linears_reference,
     swiglu=linear.swiglu_reference,
     linear_block=prefill.linear_block_reference,
+    widen=staging.widen_reference,
+    silu_product=staging.silu_product_reference,
     qkv_rope=rope.qkv_rope_reference,
     decode_attention=attention.decode_attention_reference,
     prefill_attention=prefill_attention.prefill_attention_reference,

@@ -117,6 +117,7 @@ def round_rows_reference(
             at, place, used = sequence * rows + row, start + row, row < count
             into.tokens[at] = tokens[row] if used else 0
             into.places[at] = place if used else -1
+            into.homes[at] = lane * MOST_ROWS + row if used else 0
             into.positions[:, at] = _rotary(lanes, lane, place) if used else 0
             page = int(lanes.tables[lane, place // PAGE]) if used and place // PAGE < lanes.tables.shape[1] else -1
             into.slots[at] = page * PAGE + place % PAGE if page >= 0 else -1
@@ -275,7 +276,7 @@ def _check_lanes(lanes: Lanes, device: torch.device) -> None:
 def _check_pass(into: Pass, sequences: int, rows: int, decided: int, pages: int, device: torch.device) -> None:
     total = sequences * rows
     shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("tokens", "slots", "places"), (total,)),
+        **dict.fromkeys(("tokens", "slots", "places", "homes"), (total,)),
         **{"positions": (3, total), "tables": (sequences, pages), "drafted": (decided, MAX_DRAFTS)},
         **dict.fromkeys(("row_lanes", "drafts", "sources", "chances"), (decided,)),
     }

@@ -15,7 +15,7 @@ MOST_ROWS = MAX_DRAFTS + 1  # of a sequence
 STOPS = 8  # tokens that end an answer, as far as the device knows them
 LANES = ("lengths", "limits", "prompts", "edges", "shifts", "tables", "stops", "kept", "next")
 PASS = (
-    *("tokens", "positions", "slots", "places", "lanes", "starts", "counts", "firsts", "tables", "picked"),
+    *("tokens", "positions", "slots", "places", "homes", "lanes", "starts", "counts", "firsts", "tables", "picked"),
     *("row_lanes", "drafted", "drafts", "sources", "chances"),
     *("deciding", "deciding_firsts", "deciding_counts", "deciding_positions"),
 )
@@ -98,7 +98,8 @@ class Draws:
 class Pass:
     """The rows of a pass, T = S * rows, and what is decided behind it, R rows; int32 but where said otherwise.
 
-    tokens, slots, places [T] and positions [3, T]; places: index of the token, -1 where the row is not used
+    tokens, slots, places, homes [T] and positions [3, T]; places: index of the token, -1 where the row is not used;
+        homes: the row of what the lanes keep [lanes * 6] that belongs to it
     lanes, starts, counts, firsts, picked [S]; picked: the last used row; tables [S, pages]
     row_lanes, drafts, sources [R], drafted [R, 5], chances float64 [R]
     deciding, deciding_firsts, deciding_counts int32 [S], deciding_positions int64 [S]
@@ -108,6 +109,7 @@ class Pass:
     positions: Tensor
     slots: Tensor
     places: Tensor
+    homes: Tensor
     lanes: Tensor
     starts: Tensor
     counts: Tensor
@@ -135,7 +137,7 @@ class Pass:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         return Pass(
-            *(zeros(total), zeros(3, total), zeros(total), zeros(total)),
+            *(zeros(total), zeros(3, total), zeros(total), zeros(total), zeros(total)),
             *(zeros(sequences) for _ in range(4)),
             *(tables, zeros(sequences)),
             *(zeros(decided), zeros(decided, MAX_DRAFTS), zeros(decided), zeros(decided)),

@@ -36,6 +36,7 @@ struct Draws {
 // One pass: its rows [T], and what is decided behind it [R].
 struct Pass {
     int *tokens, *positions, *slots, *places;     // positions: [3, T]; places: index of the token, -1: not used
+    int *homes;                                   // row of `hidden` [lanes * kMostRows, width] that belongs to each
     int *lanes, *starts, *counts, *firsts;        // [sequences]
     int *tables;                                  // [sequences, pages]
     int *picked;                                  // [sequences]: last used row
@@ -106,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         write(pass.tokens + index, token);
         write(pass.slots + index, slot);
         write(pass.places + index, used ? place : -1);
+        write(pass.homes + index, used ? lane * kMostRows + row : 0);
 #pragma unroll
         for (int axis = 0; axis < 3; ++axis) {
             write(pass.positions + axis * total + index, position[axis]);
