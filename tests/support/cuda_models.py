@@ -33,9 +33,9 @@ from ..kernels.conftest import encoded
 
 TEXT = {  # the kernels' own extents, as few of them as there can be
     "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
     "vocab_size": 160,
     "head_dim": 256,
     "linear_key_head_dim": 128,
@@ -155,7 +155,8 @@ def with_draft_head(weights: CudaWeights, ids: list[int], rows: torch.Tensor) ->
     device = weights.device
     head = HalfWeight.of(rows[ids].half().contiguous())
     return replace(
-        weights, draft_head=CudaDraftHead(moved(head, device), torch.tensor(ids, dtype=torch.int32, device=device), False)
+        weights,
+        draft_head=CudaDraftHead(moved(head, device), torch.tensor(ids, dtype=torch.int32, device=device), False),
     )
 
 
