@@ -237,7 +237,7 @@ def scatter_logits_reference(values: Tensor, ids: Tensor, out: Tensor) -> Tensor
 
 
 def _pointers(kind: type[Pointers], record: Lanes | Draws | Pass) -> Pointers:
-    return pointers(kind, {name: getattr(record, name) for name, _ in kind._fields_})
+    return pointers(kind, {field[0]: getattr(record, field[0]) for field in kind._fields_})
 
 
 def _checked_rows(

@@ -87,7 +87,7 @@ class Flights:
         if any(lane.constraint is not None for lane in lanes):
             masks = self._masked(made, lanes)
         else:
-            self._graphs.run((shape, "whole"), lambda: (made.draft(), made.verify(), made.settle())[-1])
+            self._graphs.run((shape, "whole"), made.whole)
         return self._sent(lanes, shape, made.buffers, masks)
 
     def first(self, lane: Lane) -> Flight:
@@ -105,7 +105,7 @@ class Flights:
         for shape in shapes:
             for _ in range(2):
                 made = self._round(shape, [])
-                self._graphs.run((shape, "whole"), lambda made=made: (made.draft(), made.verify(), made.settle())[-1])
+                self._graphs.run((shape, "whole"), made.whole)
 
     def shapes(self, sequences: int) -> list[Shape]:
         """Those that most answers need: every bucket, with the usual cuts and without any."""

@@ -80,6 +80,12 @@ class Round:
         self.shape, self.buffers = shape, buffers
         self._model, self._canvas = model, canvas
 
+    def whole(self) -> None:
+        """All three."""
+        self.draft()
+        self.verify()
+        self.settle()
+
     def draft(self) -> None:
         """Let the MTP layer read what the last round left, and draw the drafts one after the other."""
         shape, buffers, canvas, model, state = self.shape, self.buffers, self._canvas, self._model, self._model.state
