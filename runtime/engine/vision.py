@@ -69,18 +69,6 @@ class VisionTower:
         """Tokens that the picture takes in the prompt."""
         return self.processor.tokens(image.height, image.width)
 
-    def fault_of(self, image: ImageInput) -> str | None:
-        """Why a picture cannot be read, None if it can."""
-        factor, bytes_ = self.processor.factor, 3 * image.height * image.width
-        if image.height < factor or image.width < factor or image.height % factor or image.width % factor:
-            return f"a picture of {image.width} x {image.height} pixels is not whole tokens of {factor} x {factor}."
-        if len(image.pixels) != bytes_ or image.height * image.width > self.processor.max_pixels:
-            return (
-                f"a picture of {image.width} x {image.height} pixels has {len(image.pixels)} bytes, expected {bytes_}, "
-                f"of at most {self.processor.max_pixels} pixels."
-            )
-        return None
-
     def embed(self, image: ImageInput) -> Tensor:
         """float32 [tokens, hidden of the text model]."""
         pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.height, image.width, 3)

@@ -50,6 +50,7 @@ class LoadPlan:
     stored      logical matrix -> its form
     arena       bytes of what stays as it is read
     nbytes      bytes of everything on the device
+    vision      bytes of the vision tower among them
     passing     most bytes that are there beside it while it is made
     """
 
@@ -60,6 +61,7 @@ class LoadPlan:
     stored: dict[str, Stored]
     arena: int
     nbytes: int
+    vision: int
     passing: int
 
 
@@ -101,7 +103,8 @@ def plan_load(directory: Path) -> LoadPlan:
     if source.config.tie_word_embeddings:
         rows, columns = _head_rows(source)[1], source.config.text.hidden_size
         extra += Stored("bf16", False).device_bytes(rows, columns)
-    return LoadPlan(source, checkpoint, manifest, parts, stored, offset, offset + extra, passing)
+    vision = sum(aligned(part.entry.nbytes) for part in parts.values() if specs[part.weight].group == "vision")
+    return LoadPlan(source, checkpoint, manifest, parts, stored, offset, offset + extra, vision, passing)
 
 
 def load_cuda_weights(
