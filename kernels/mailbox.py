@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import checks
+from . import checks, norm
 
 SOURCE = "mailbox.cu"
 WORD_BYTES = 8
@@ -25,6 +25,7 @@ DOORS = {"delay": 1, "drop": 2, "stale": 3}
 _THREADS = 256
 _FAR_THREADS = 512
 _WORDS_A_THREAD = 1
+_NORM_THREADS = 256
 
 
 class LinkStruct(ctypes.Structure):
@@ -91,6 +92,34 @@ def reduce(link: Link, part: Tensor, out: Tensor) -> None:
     checks.check("out", out, torch.float32, tuple(part.shape), link.state.device)
     words = _words(link, part.numel(), 2)
     _launch(link, "mailbox_reduce", words, (part, out, words))
+
+
+def reduce_norm(
+    link: Link, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None = None
+) -> None:
+    """`reduce` and `norm.rms_norm(x, weight, eps, delta=...)` in one kernel, with the same bits.
+
+    part fp16 [T, H] contiguous, H a multiple of 8 up to 8192; x float32 [T, H] and out fp16 [T, H], whose rows may stand
+    apart; weight float32 [H]; overflows int32 [T].
+    """
+    rows, columns = part.shape
+    device = link.state.device
+    if columns % 8 or columns > norm.MAX_COLUMNS or rows > MAX_BLOCKS:
+        raise InputError(
+            f"part is {list(part.shape)}: expected a multiple of 8 columns, at most {norm.MAX_COLUMNS}, and at most "
+            f"{MAX_BLOCKS} rows."
+        )
+    checks.check("part", part, torch.float16, (rows, columns), device)
+    checks.check("weight", weight, torch.float32, (columns,), device)
+    strides = [
+        checks.check_rows(name, tensor, dtype, (rows, columns), device)
+        for name, tensor, dtype in (("x", x, torch.float32), ("out", out, torch.float16))
+    ]
+    if overflows is not None:
+        checks.check("overflows", overflows, torch.int32, (rows,), device)
+    _words(link, part.numel(), 2)
+    arguments = (link.struct, part, x, strides[0], weight, out, strides[1], overflows, columns, float(eps))
+    checks.launch(SOURCE, "mailbox_reduce_norm", rows, _NORM_THREADS, arguments, device)
 
 
 def gather(link: Link, part: Tensor, out: Tensor) -> None:

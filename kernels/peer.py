@@ -69,7 +69,9 @@ class PeerBlock(_OnDevice):
         ctypes.memmove(wrapped.getPtr(), handle, HANDLE_BYTES)
         lazily = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         self.address = int(
-            self._inside("cuIpcOpenMemHandle", wrapped, int(getattr(lazily, "value", lazily)), what="mapping the peer's memory")
+            self._inside(
+                "cuIpcOpenMemHandle", wrapped, int(getattr(lazily, "value", lazily)), what="mapping the peer's memory"
+            )
         )
 
     def close(self) -> None:

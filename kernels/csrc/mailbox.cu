@@ -4,8 +4,8 @@
 // the step: a rank pushes step s + 2 after a kernel that has seen the peer's step s + 1, which the peer pushed after its
 // kernel of step s had ended. The step stands in device memory and is advanced by the kernel, so that a graph's replays
 // advance it. A wait that expires poisons the link: from then on nothing is pushed, nothing awaited, and outputs are NaN.
-#include "common.cuh"
 #include "link.cuh"
+#include "norm_row.cuh"
 
 constexpr int kBatch = 4;      // words a thread asks for at once
 constexpr int kSpins = 32;     // looks between two readings of the clock
@@ -68,31 +68,47 @@ __device__ bool ordered(const State *state, unsigned &sent) {
     return door != kDrop;
 }
 
-// Pushes what `payload(i)` gives for i < words, and lets the step go on.
-template <class Payload>
-__device__ __forceinline__ void send(const Link &link, const Turn &turn, int words, Payload payload) {
-    const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-    unsigned sent = turn.step;
+// The step that words are sent with; false if nothing is to be sent. The same for all threads of a block.
+__device__ __forceinline__ bool may_send(const Link &link, const Turn &turn, unsigned &sent) {
+    sent = turn.step;
     bool open = !turn.dead;
     if (open && current(&link.state->door) && current(&link.state->door_step) == turn.step) {
         open = ordered(link.state, sent);
         __syncthreads();
     }
-    if (open) {
+    return open;
+}
+
+// After the message's words: one word more, another one each step, so that no word of an inbox is ever 2^32 steps old
+// and passes for a new one.
+__device__ __forceinline__ void refresh(const Link &link, const Turn &turn, int words, unsigned sent) {
+    const unsigned refreshed = turn.step / 2 % link.slot;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && refreshed >= static_cast<unsigned>(words)) {
+        push(turn.out + refreshed, 0, sent);
+    }
+}
+
+// Lets the step go on, once every thread of the block has read it.
+__device__ __forceinline__ void advance(const Link &link, const Turn &turn) {
+    __syncthreads();
+    for (int c = blockIdx.x + threadIdx.x * gridDim.x; c < kCounters; c += gridDim.x * blockDim.x) {
+        set(link.state->steps + c, following(turn.step));
+    }
+}
+
+// Pushes what `payload(i)` gives for i < words, and lets the step go on.
+template <class Payload>
+__device__ __forceinline__ void send(const Link &link, const Turn &turn, int words, Payload payload) {
+    const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+    unsigned sent;
+    if (may_send(link, turn, sent)) {
 #pragma unroll 4
         for (int i = first; i < words; i += stride) {
             push(turn.out + i, payload(i), sent);
         }
-        // One word more, another one each step: so no word of an inbox is ever 2^32 steps old and passes for a new one.
-        const unsigned refreshed = turn.step / 2 % link.slot;
-        if (first == 0 && refreshed >= static_cast<unsigned>(words)) {
-            push(turn.out + refreshed, 0, sent);
-        }
+        refresh(link, turn, words, sent);
     }
-    __syncthreads(); // every thread has read the step
-    for (int c = blockIdx.x + threadIdx.x * gridDim.x; c < kCounters; c += stride) {
-        set(link.state->steps + c, following(turn.step));
-    }
+    advance(link, turn);
 }
 
 // The payload of a word of this step, looked at first as `word`. False if the wait expired.
@@ -113,17 +129,24 @@ __device__ __forceinline__ bool await(const Link &link, const Turn &turn, int i,
     return false;
 }
 
-// Gives `take(i, payload)` the peer's words, or `lose(i)` where they did not come.
-template <class Take, class Lose>
-__device__ __forceinline__ void receive(const Link &link, const Turn &turn, int words, Take take, Lose lose) {
-    const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+// Where the inbox is read over PCIe: one thread of the block looks until word `last` is there, and spares the link.
+__device__ __forceinline__ void wait_far(const Link &link, const Turn &turn, int last) {
     if (link.far && !turn.dead) {
-        const int last = (words - 1 - static_cast<int>(blockIdx.x * blockDim.x)) / stride * stride + blockIdx.x * blockDim.x;
-        if (threadIdx.x == 0 && last < words) {
+        if (threadIdx.x == 0) {
             Word word = look(turn.in + last);
             await(link, turn, last, word);
         }
         __syncthreads();
+    }
+}
+
+// Gives `take(i, payload)` the peer's words, or `lose(i)` where they did not come.
+template <class Take, class Lose>
+__device__ __forceinline__ void receive(const Link &link, const Turn &turn, int words, Take take, Lose lose) {
+    const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+    const int begin = blockIdx.x * blockDim.x;
+    if (begin < words) {
+        wait_far(link, turn, begin + (words - 1 - begin) / stride * stride);
     }
     for (int base = first; base < words; base += kBatch * stride) {
         Word found[kBatch];
@@ -162,6 +185,70 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
     receive(
         link, turn, words, [&](int i, unsigned other) { write(out + i, joined(link.rank, read(part + i), other)); },
         [&](int i) { write(out + i, float2{lost, lost}); });
+}
+
+// One block a row: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
+// part: fp16 [T, columns]; x: FP32 [T, columns], one row every x_stride; half_out: fp16 likewise.
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
+                        unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
+    __shared__ float scratch[kRowThreads / 32];
+    const Turn turn = begin(link);
+    const int row = blockIdx.x, quads = columns / 4, words = 2 * quads;
+    const size_t base = static_cast<size_t>(row) * words; // a row's first pairs of each quad, then its second ones
+    const uint2 *own = part + static_cast<size_t>(row) * quads;
+    float4 *stream = reinterpret_cast<float4 *>(x + static_cast<size_t>(row) * x_stride);
+    uint2 mine[kRowQuads];
+#pragma unroll
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * kRowThreads + threadIdx.x;
+        mine[k] = quad < quads ? read(own + quad) : uint2{};
+    }
+    unsigned sent;
+    if (may_send(link, turn, sent)) {
+#pragma unroll
+        for (int k = 0; k < kRowQuads; ++k) {
+            const int quad = k * kRowThreads + threadIdx.x;
+            if (quad < quads) {
+                push(turn.out + base + quad, mine[k].x, sent);
+                push(turn.out + base + quads + quad, mine[k].y, sent);
+            }
+        }
+        refresh(link, turn, gridDim.x * words, sent);
+    }
+    float4 values[kRowQuads], weights[kRowQuads]; // they come while the words travel
+#pragma unroll
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * kRowThreads + threadIdx.x;
+        values[k] = quad < quads ? read(stream + quad) : float4{};
+        weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
+    }
+    advance(link, turn);
+    const float lost = __uint_as_float(kNothing);
+    wait_far(link, turn, static_cast<int>(base) + words - 1);
+    Word found[2 * kRowQuads];
+#pragma unroll
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * kRowThreads + threadIdx.x;
+        const bool here = quad < quads && !turn.dead;
+        found[2 * k] = here ? look(turn.in + base + quad) : 0;
+        found[2 * k + 1] = here ? look(turn.in + base + quads + quad) : 0;
+    }
+#pragma unroll
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * kRowThreads + threadIdx.x, low = static_cast<int>(base) + quad;
+        if (quad < quads) {
+            float2 a = {lost, lost}, b = {lost, lost};
+            if (!turn.dead && await(link, turn, low, found[2 * k]) && await(link, turn, low + quads, found[2 * k + 1])) {
+                a = joined(link.rank, mine[k].x, static_cast<unsigned>(found[2 * k]));
+                b = joined(link.rank, mine[k].y, static_cast<unsigned>(found[2 * k + 1]));
+            }
+            values[k] = {values[k].x + a.x, values[k].y + a.y, values[k].z + b.x, values[k].w + b.y};
+            write(stream + quad, values[k]);
+        }
+    }
+    normalise_row(values, weights, quads, eps, half_out + static_cast<size_t>(row) * half_stride, nullptr,
+                  overflows ? overflows + row : nullptr, scratch);
 }
 
 // part: FP32 [rows, columns], one row every part_stride; out: FP32 [rows, 2 columns], one row every out_stride: rank 0's

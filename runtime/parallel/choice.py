@@ -155,5 +155,7 @@ def distrusted(addresses: Sequence[str], native_link: bool, root: Path = PCI_DEV
         except OSError:
             continue  # no IOMMU, or not ours to see: the trial decides
         if kind in TRANSLATED:
-            return f"the IOMMU translates for GPU {address} (type {kind}); boot with iommu=pt, or ask for --collective ipc"
+            return (
+                f"the IOMMU translates for GPU {address} (type {kind}); boot with iommu=pt, or ask for --collective ipc"
+            )
     return None

@@ -7,11 +7,8 @@ maps it. What the ranks must tell each other first (the file's name, the handle)
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +17,10 @@ from ...kernels import mailbox as ops
 from ...kernels.peer import DeviceBlock, PeerBlock, PinnedBlock
 from .device import MAX_REDUCE_BYTES, CollectiveFault, check_gather, check_reduce
 from .faults import MAILBOX_DOOR, read_fault
+from .handshake import attempt, exchange_bytes
 from .mailbox import Mailbox
 from .shared import SharedFile
 
-T = TypeVar("T")
 Transport = Literal["host", "ipc"]
 GATHER_WORDS = 4 * 124160  # whole logits of four rows of half a vocabulary of the 27B
 
@@ -75,21 +72,6 @@ class MailboxDevice:
         self._resources.clear()
 
 
-def exchange_bytes(mailbox: Mailbox, mine: bytes) -> bytes:
-    """Send bytes to the peer and return its bytes. Raises MailboxTimeout."""
-    padded = len(mine).to_bytes(4, "little") + mine + bytes(-len(mine) % 4)
-    theirs = mailbox.exchange(np.frombuffer(padded, dtype=np.float32)).tobytes()
-    return theirs[4 : 4 + int.from_bytes(theirs[:4], "little")]
-
-
-def exchange_facts(mailbox: Mailbox, mine: dict[str, Any]) -> dict[str, Any]:
-    """As `exchange_bytes`, a JSON object each way."""
-    facts = json.loads(exchange_bytes(mailbox, json.dumps(mine).encode()))
-    if not isinstance(facts, dict):
-        raise CollectiveFault("the other rank sent no JSON object")
-    return facts
-
-
 def open_mailbox(
     name: Transport, mailbox: Mailbox, device: torch.device, budget_seconds: float, slot: int = GATHER_WORDS
 ) -> MailboxDevice:
@@ -124,25 +106,6 @@ def open_mailbox(
     made = MailboxDevice(name, link, resources)
     exchange_bytes(mailbox, b"")  # both are ready before either pushes
     return made
-
-
-def agreed(mailbox: Mailbox, mine: dict[str, Any]) -> dict[str, Any]:
-    """Exchange facts; where either rank has an `error`, both raise it as an EnvironmentFault."""
-    theirs = exchange_facts(mailbox, mine)
-    for rank, facts in ((mailbox.rank, mine), (1 - mailbox.rank, theirs)):
-        if "error" in facts:
-            raise EnvironmentFault(f"rank {rank}: {facts['error']}")
-    return theirs
-
-
-def attempt(mailbox: Mailbox, action: Callable[[], tuple[T, dict[str, Any]]]) -> tuple[T, dict[str, Any]]:
-    """What `action` makes, and the peer's facts about its own. Where either fails, both raise EnvironmentFault."""
-    try:
-        made, facts = action()
-    except EnvironmentFault as error:
-        agreed(mailbox, {"error": str(error)})
-        raise
-    return made, agreed(mailbox, facts)
 
 
 def _open_host(mailbox: Mailbox, device: int, slot: int, resources: list[Any]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checkpoint.errors import EnvironmentFault
 from ...kernels import mailbox as ops
 from .device import check_gather, check_reduce
-from .links import attempt, exchange_facts
+from .handshake import attempt, exchange_facts
 from .mailbox import Mailbox
 from .owner import owned_name
 from .shared import SHARED_DIR

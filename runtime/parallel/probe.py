@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from ...checkpoint.errors import DuovoltError, EnvironmentFault, InputError
+from ...checkpoint.errors import EnvironmentFault, InputError
 from .device import CpuDeviceCollective, DeviceCollective
-from .links import MailboxDevice, exchange_facts, open_mailbox
+from .handshake import exchange_bytes, exchange_facts
+from .links import MailboxDevice, open_mailbox
 from .mailbox import MailboxCollective
 from .nccl import NcclDevice, obey, refusal, version
 from .timing import reduce_seconds
@@ -23,6 +24,7 @@ from .twins import Twin, be_twin
 BUDGET_SECONDS = 2.0  # a link that takes longer for a word is broken
 EXCHANGE_SECONDS = 45.0  # the twins may be apart by a compilation
 TOKENS = 4
+ROUNDS, CPU_ROUNDS = 1000, 30
 DISTRUSTED = "distrusted"
 
 
@@ -31,6 +33,8 @@ def probe(twin: Twin) -> None:
     device = torch.device("cpu") if twin.device == "cpu" else torch.device("cuda", int(twin.device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # two processes may share two cores
     peer_memory = DISTRUSTED not in twin.arguments
     for transport in twin.arguments:
         if transport == DISTRUSTED:
@@ -50,11 +54,12 @@ def probe(twin: Twin) -> None:
 def _try(twin: Twin, transport: str, device: torch.device, peer_memory: bool) -> tuple[str | None, float | None]:
     collective = _open(twin, transport, device, peer_memory)
     try:
-        fault = try_collective(collective, device)
+        fault = try_collective(collective, device, ROUNDS if device.type == "cuda" else CPU_ROUNDS)
         theirs = exchange_facts(twin.mailbox, {"fault": fault})["fault"]
         if fault or theirs or device.type != "cuda":
             return fault, None
-        return None, reduce_seconds(collective, twin.mailbox, device, TOKENS) * 1e6
+        meet = partial(exchange_bytes, twin.mailbox, b"")
+        return None, reduce_seconds(collective, meet, device, TOKENS) * 1e6
     finally:
         exchange_facts(twin.mailbox, {})  # neither frees what the other may still write to
         if isinstance(collective, MailboxDevice | NcclDevice):

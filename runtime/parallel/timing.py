@@ -8,17 +8,14 @@ from collections.abc import Callable
 import torch
 
 from .device import DeviceCollective
-from .links import exchange_bytes
-from .mailbox import Mailbox
 
+Meet = Callable[[], object]  # returns when both ranks have called it
 IN_A_GRAPH = 100
 REPLAYS = 15
 WARM = 3
 
 
-def seconds_each(
-    action: Callable[[int], object], mailbox: Mailbox, device: torch.device, count: int = IN_A_GRAPH
-) -> float:
+def seconds_each(action: Callable[[int], object], meet: Meet, device: torch.device, count: int = IN_A_GRAPH) -> float:
     """Median seconds of `action(i)` in a graph of `count` of them, both ranks starting together."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -27,14 +24,14 @@ def seconds_each(
         action(1)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for index in range(count):
             action(index)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for index in range(REPLAYS + WARM):
-        torch.cuda.synchronize(device)
-        exchange_bytes(mailbox, b"")
+        torch.cuda.current_stream(device).synchronize()
+        meet()
         begin.record()
         graph.replay()
         end.record()
@@ -45,18 +42,16 @@ def seconds_each(
 
 
 def reduce_seconds(
-    collective: DeviceCollective, mailbox: Mailbox, device: torch.device, tokens: int, hidden: int = 5120
+    collective: DeviceCollective, meet: Meet, device: torch.device, tokens: int, hidden: int = 5120
 ) -> float:
     """Seconds of one small reduction."""
     part = torch.randn(tokens, hidden, device=device).half()
     out = torch.empty(tokens, hidden, device=device)
-    return seconds_each(lambda index: collective.reduce(part, out), mailbox, device)
+    return seconds_each(lambda index: collective.reduce(part, out), meet, device)
 
 
-def gather_seconds(
-    collective: DeviceCollective, mailbox: Mailbox, device: torch.device, rows: int, columns: int
-) -> float:
+def gather_seconds(collective: DeviceCollective, meet: Meet, device: torch.device, rows: int, columns: int) -> float:
     """Seconds of one gather."""
     part = torch.randn(rows, columns, device=device)
     out = torch.empty(rows, 2 * columns, device=device)
-    return seconds_each(lambda index: collective.gather(part, out), mailbox, device, 20)
+    return seconds_each(lambda index: collective.gather(part, out), meet, device, 20)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...checkpoint.errors import DuovoltError
 from .device import MAX_REDUCE_BYTES, DeviceCollective
+from .timing import Meet
 
-_ROWS = 8  # sizes are tried as [n] up to 5120 columns and as rows of them beyond
 SIZES = (2, 4, 6, 30, 62, 64, 66, 128, 254, 512, 1022, 1024, 1026, 2560, 5118, 5120)
 TOKENS = (2, 3, 4, 6, 7, 8, 12, 16, 24)
 HIDDEN = 5120
@@ -89,7 +89,7 @@ class Trial:
     def settle(self) -> int:
         """Wait for the device; the mistakes so far. Raises CollectiveFault if a wait expired."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         self.collective.check()
         return int(self.wrong.item())
 
@@ -104,15 +104,18 @@ def replayer(action: Callable[[], None], device: torch.device) -> Callable[[], o
         action()  # allocations and kernels come before the capture
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         action()
     return graph.replay
 
 
-def try_collective(collective: DeviceCollective, device: torch.device, rounds: int = 1000) -> str | None:
+def try_collective(
+    collective: DeviceCollective, device: torch.device, rounds: int = 1000, meet: Meet = lambda: None
+) -> str | None:
     """None if every sum and gather was right, else what was not. Never raises for a fault of the link.
 
-    `rounds` sums at least are made eagerly, and as many in replays.
+    `rounds` sums at least are made eagerly, and as many in replays. `meet`: for ranks that share a process, where a
+    capture waits for all that runs on the device.
     """
     trial = Trial(collective, device)
     each = len(shapes())
@@ -132,6 +135,7 @@ def try_collective(collective: DeviceCollective, device: torch.device, rounds: i
             return f"{found} of {each} sums of floats were wrong"
         begin = time.monotonic()
         replay = replayer(trial.every_size, device)
+        meet()
         if time.monotonic() - begin > CAPTURE_SECONDS:
             return f"the capture of a graph took more than {CAPTURE_SECONDS:g} s"
         for _ in range(-(-rounds // each)):

@@ -1,29 +1,36 @@
-"""The exchange of two ranks: both emulated, each in a thread of its own, over inboxes in this process's memory."""
+"""The exchange of two ranks, each in a thread of its own: both emulated, or both on one GPU in streams of their own."""
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
+import re
+import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from duovolt.checkpoint.errors import InputError
-from duovolt.kernels import checks, mailbox
+from duovolt.checkpoint.errors import EnvironmentFault, InputError
+from duovolt.kernels import build as builder
+from duovolt.kernels import checks, mailbox, norm
+from duovolt.perf.volta_report import find_disassembler
 
-from .conftest import compiled
+from .conftest import Emulated
 from .support import Guarded
 
 SLOT = 6000
-CPU = torch.device("cpu")
+EPS = 1e-6
+_rank = threading.local()
 
 
 @dataclass
-class EmulatedLink(mailbox.Link):
+class WatchedLink(mailbox.Link):
     """A link that also tells the emulator which memory it may touch."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -37,23 +44,27 @@ class EmulatedLink(mailbox.Link):
 
 @dataclass
 class Pair:
-    """Both ends; `run` does the same on both ranks, each in its thread, and returns both results."""
+    """Both ends. `run` does the same on both ranks at once and returns both results."""
 
-    links: list[EmulatedLink]
+    links: list[WatchedLink]
 
-    def run(self, action: Callable[[EmulatedLink], Any], first: Callable[[EmulatedLink], None] | None = None) -> list:
+    def run(self, action: Callable[[WatchedLink], Any]) -> list[Any]:
         results: list[Any] = [None, None]
 
-        def work(link: EmulatedLink) -> None:
+        def work(link: WatchedLink) -> None:
             _rank.number = link.rank
-            if first is not None:
-                first(link)
+            device = link.state.device
             try:
-                results[link.rank] = action(link)
+                if device.type == "cuda":
+                    with torch.cuda.stream(torch.cuda.Stream(device)):
+                        results[link.rank] = action(link)
+                else:
+                    results[link.rank] = action(link)
             except BaseException as error:
                 results[link.rank] = error
 
-        threads = [threading.Thread(target=work, args=(link,)) for link in self.links]
+        context = contextvars.copy_context  # holds the architecture asked for
+        threads = [threading.Thread(target=context().run, args=(work, link)) for link in self.links]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -64,28 +75,28 @@ class Pair:
         return results
 
 
-_rank = threading.local()
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The source compiled once a rank: its emulator keeps its threads' state in variables of the library."""
-    return [compiled(mailbox.SOURCE, "volta", tmp_path_factory.mktemp(f"rank-{rank}")) for rank in (0, 1)]
-
-
 @pytest.fixture
-def pair(libraries: list[Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pair]:
-    monkeypatch.setattr(checks, "module_on", lambda source, device: libraries[_rank.number])
+def pair(device, emulated, monkeypatch, tmp_path) -> Callable[..., Pair]:
+    if device.type == "cpu":  # an emulator keeps the state of its threads in variables of the library: one a rank
+        first = emulated(mailbox.SOURCE, "volta")
+        second = Emulated(ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")))
+        monkeypatch.setattr(checks, "module_on", lambda source, device: (first, second)[_rank.number])
+    else:
+        mailbox.prepare(device)
 
-    def make(budget: float = 20.0, far: bool = False, first_step: int = 1, doors: dict[int, dict] | None = None) -> Pair:
-        inboxes = [torch.zeros(2 * SLOT, dtype=torch.int64) for _ in range(2)]
+    def make(
+        budget: float = 20.0, far: bool = False, first_step: int = 1, doors: dict[int, dict] | None = None
+    ) -> Pair:
+        inboxes = [torch.zeros(2 * SLOT, dtype=torch.int64, device=device) for _ in range(2)]
         links = []
         for rank in (0, 1):
-            state = mailbox.new_state(CPU, first_step=first_step, **(doors or {}).get(rank, {}))
-            expired = torch.zeros(1, dtype=torch.int32)
+            state = mailbox.new_state(device, first_step=first_step, **(doors or {}).get(rank, {}))
+            expired = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
             tensors = [*inboxes, state, expired]
             ends = (inboxes[rank].data_ptr(), inboxes[1 - rank].data_ptr())
-            links.append(EmulatedLink(*ends, state, expired, budget, SLOT, rank, far, tensors))
+            links.append(WatchedLink(*ends, state, expired, budget, SLOT, rank, far, tensors))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return Pair(links)
 
     return make
@@ -98,15 +109,15 @@ def halves(shape: tuple[int, int], seed: int) -> list[torch.Tensor]:
     return [torch.where(part.isfinite(), part, torch.ones_like(part)) for part in values]
 
 
-def reduced(link: EmulatedLink, part: torch.Tensor) -> torch.Tensor:
-    out = Guarded(tuple(part.shape), torch.float32, CPU)
-    mailbox.reduce(link, part, out.inner)
+def reduced(link: WatchedLink, part: torch.Tensor) -> torch.Tensor:
+    out = Guarded(tuple(part.shape), torch.float32, link.state.device)
+    mailbox.reduce(link, part.to(link.state.device), out.inner)
     assert out.intact
-    return out.inner.clone()
+    return out.inner.cpu()
 
 
-def steps(link: EmulatedLink) -> set[int]:
-    return {int(step) & 0xFFFFFFFF for step in link.state[mailbox.HEADER :]}
+def steps(link: WatchedLink) -> set[int]:
+    return {step & 0xFFFFFFFF for step in link.state[mailbox.HEADER :].tolist()}
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -129,10 +140,10 @@ def test_columns_are_gathered_in_rank_order(pair, shape, far):
     wide = [torch.randn(rows, columns + 5) for _ in range(2)]
 
     def gather(link):
-        out = Guarded((rows, 2 * columns), torch.float32, CPU, 2 * columns + 7)
-        mailbox.gather(link, wide[link.rank][:, :columns], out.inner)
+        out = Guarded((rows, 2 * columns), torch.float32, link.state.device, 2 * columns + 7)
+        mailbox.gather(link, wide[link.rank].to(link.state.device)[:, :columns], out.inner)
         assert out.intact
-        return out.inner.clone()
+        return out.inner.cpu()
 
     first, second = two.run(gather)
     assert torch.equal(first, torch.cat([part[:, :columns] for part in wide], dim=1))
@@ -155,15 +166,19 @@ def test_every_word_of_an_inbox_is_refreshed_in_time(pair):
     for turn in range(45):
         parts = halves((1, 8), turn)
         two.run(lambda link, parts=parts: reduced(link, parts[link.rank]))
-    inbox = two.links[0].tensors[0][:40]
+    inbox = two.links[0].tensors[0][:40].cpu()
     assert int((inbox >> 32).min()) >= 45 - 2 * 20
 
 
 def test_a_late_peer_within_the_budget_changes_nothing(pair):
     two = pair(budget=1.0)
     parts = halves((1, 300), 5)
-    late = lambda link: time.sleep(0.15 * link.rank)  # noqa: E731
-    first, second = two.run(lambda link: reduced(link, parts[link.rank]), late)
+
+    def late(link):
+        time.sleep(0.15 * link.rank)
+        return reduced(link, parts[link.rank])
+
+    first, second = two.run(late)
     assert torch.equal(first, second) and not any(link.expired.item() for link in two.links)
 
 
@@ -203,19 +218,139 @@ def test_unequal_sizes_poison_and_do_not_hang(pair):
     assert two.links[1].expired.item() == 1
 
 
-def test_add_of_two_parts(pair):
-    first, second = halves((3, 1000), 8)
-    out = Guarded((3, 1000), torch.float32, CPU)
-    _rank.number = 0
-    pair()
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("columns", [8, 1032, 5120])
+def test_a_sum_with_residual_and_norm_has_the_bits_of_the_plain_form(pair, columns, far):
+    two, rows = pair(far=far), 2
+    parts, weight = [part.clamp(-1e4, 1e4) for part in halves((rows, columns), columns)], torch.randn(columns)
+    residual = torch.randn(rows, columns) * 100
+
+    def fused(link):
+        device = link.state.device
+        x = Guarded((rows, columns), torch.float32, device, columns + 8)
+        out = Guarded((rows, columns), torch.float16, device, columns + 16)
+        overflows = torch.zeros(rows, dtype=torch.int32, device=device)
+        x.inner.copy_(residual)
+        part = parts[link.rank].to(device)
+        mailbox.reduce_norm(link, part, x.inner, weight.to(device), EPS, out.inner, overflows)
+        assert x.intact and out.intact
+        return x.inner.cpu(), out.inner.cpu(), overflows.cpu()
+
+    def plain(link):
+        device = link.state.device
+        delta, x = torch.empty(rows, columns, device=device), residual.clone().to(device)
+        mailbox.reduce(link, parts[link.rank].to(device), delta)
+        overflows = torch.zeros(rows, dtype=torch.int32, device=device)
+        if device.type == "cpu":  # the norm's own emulation is another library
+            x += delta
+            return x.cpu(), norm.rms_norm_reference(x.clone(), weight, EPS, overflows=overflows), overflows
+        out = norm.rms_norm(x, weight.to(device), EPS, delta=delta, overflows=overflows)
+        return x.cpu(), out.cpu(), overflows.cpu()
+
+    first, second = two.run(fused)
+    expected, _ = two.run(plain)
+    for got, other in zip(first, second, strict=True):
+        assert torch.equal(got, other)
+    assert torch.equal(first[0], expected[0]) and torch.equal(first[2], expected[2])
+    if two.links[0].state.device.type == "cpu":
+        torch.testing.assert_close(first[1], expected[1], rtol=2e-3, atol=1e-6)
+    else:
+        assert torch.equal(first[1], expected[1])
+    assert steps(two.links[0]) == {3}
+
+
+def test_a_lost_peer_makes_the_norm_nan(pair):
+    two = pair(budget=0.2, doors={1: {"door": "drop", "door_step": 1}})
+
+    def fused(link):
+        device = link.state.device
+        x, out = torch.ones(1, 64, device=device), torch.zeros(1, 64, dtype=torch.float16, device=device)
+        part = torch.ones(1, 64, dtype=torch.float16, device=device)
+        mailbox.reduce_norm(link, part, x, torch.ones(64, device=device), EPS, out)
+        return out.cpu()
+
+    first, _ = two.run(fused)
+    assert first.isnan().all() and two.links[0].expired.item() == 1
+
+
+def test_add_of_two_parts(device):
+    first, second = (part.to(device) for part in halves((3, 1000), 8))
+    out = Guarded((3, 1000), torch.float32, device)
     mailbox.add(first, second, out.inner)
     assert out.intact and torch.equal(out.inner, first.float() + second.float())
 
 
-def test_what_does_not_fit_is_refused(pair):
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_replays_of_a_graph_advance_the_step(pair):
+    """Both ranks in one graph, in branches that run at once."""
+    two, shape = pair(budget=5.0), (4, 2560)
+    device = two.links[0].state.device
+    parts = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
+    outs = [torch.zeros(shape, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        start = torch.cuda.current_stream(device)
+        for link, part, out, stream in zip(two.links, parts, outs, streams, strict=True):
+            stream.wait_stream(start)
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    mailbox.reduce(link, part, out)
+        for stream in streams:
+            start.wait_stream(stream)
+    for turn in range(20):
+        for rank, part in enumerate(halves(shape, turn)):
+            parts[rank].copy_(part)
+        graph.replay()
+        expected = parts[0].float() + parts[1].float()
+        assert torch.equal(outs[0], expected) and torch.equal(outs[1], expected)
+    assert steps(two.links[0]) == steps(two.links[1]) == {61}
+
+
+def ptx(arch: str) -> str:
+    try:
+        return builder.build(mailbox.SOURCE, arch).image.decode()
+    except EnvironmentFault as missing:
+        pytest.skip(str(missing))
+
+
+def test_words_are_moved_by_volatile_accesses_of_8_bytes():
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
+    text = ptx("compute_70")
+    assert re.search(r"^\.target sm_70$", text, re.M)
+    for instruction in ("ld.volatile.global.u64", "st.volatile.global.u64", "%globaltimer"):
+        assert instruction in text, instruction
+    assert not re.search(r"\b(atom|red)\.", text)
+    assert not re.search(r"\b(ld|st)\.(?!volatile|param)[\w.]*64\b", text), "a word moved in some other way"
+
+
+def test_a_v100_sees_them_as_strong_accesses_of_the_system(tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
+    tool = find_disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm: pip install triton")
+    try:
+        image = builder.build(mailbox.SOURCE, "sm_70").image
+    except EnvironmentFault as missing:
+        pytest.skip(str(missing))
+    cubin = tmp_path / "mailbox.cubin"
+    cubin.write_bytes(image)
+    listing = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    kernels = dict(zip(*[iter(re.split(r"^\.text\.(\w+):", listing, flags=re.M)[1:])] * 2, strict=True))
+    for name in ("mailbox_reduce", "mailbox_gather", "mailbox_reduce_norm"):
+        assert re.search(r"\bLDG?\.E\.64\.STRONG\.SYS", kernels[name]), name
+        assert re.search(r"\bSTG?\.E\.64\.STRONG\.SYS", kernels[name]), name
+
+
+def test_what_does_not_fit_is_refused(pair, device):
     link = pair().links[0]
     for values in (2 * SLOT + 2, 3):
+        part, out = torch.zeros(1, values, dtype=torch.float16, device=device), torch.zeros(1, values, device=device)
         with pytest.raises(InputError, match="a message of"):
-            mailbox.reduce(link, torch.zeros(1, values, dtype=torch.float16), torch.zeros(1, values))
+            mailbox.reduce(link, part, out)
     with pytest.raises(InputError, match=r"out is torch.float32 \[1, 4\]"):
-        mailbox.gather(link, torch.zeros(1, 4), torch.zeros(1, 4))
+        mailbox.gather(link, torch.zeros(1, 4, device=device), torch.zeros(1, 4, device=device))
+    with pytest.raises(InputError, match="a multiple of 8 columns"):
+        half, wide = torch.zeros(1, 12, dtype=torch.float16, device=device), torch.zeros(1, 12, device=device)
+        mailbox.reduce_norm(link, half, wide, wide[0], EPS, half)
