@@ -145,6 +145,11 @@ def add(first: Tensor, second: Tensor, out: Tensor) -> None:
     checks.launch(SOURCE, "mailbox_add", min(2048, -(-words // 256)), 256, (first, second, out, words), out.device)
 
 
+def linger(seconds: float, device: torch.device) -> None:
+    """Keep the current stream busy for up to two seconds of wall time: a rank that comes late, for a measurement."""
+    checks.launch(SOURCE, "mailbox_linger", 1, 32, (int(seconds * 1e9),), device)
+
+
 def prepare(device: torch.device) -> None:
     """Load the kernels: a capture must not be the first to ask for them."""
     checks.module_on(SOURCE, device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -71,12 +72,12 @@ class NcclDevice:
         theirs = exchange_facts(mailbox, mine)
         path = SHARED_DIR / str((mine or theirs)["store"])  # a key-value store of a few bytes; swept if its owner dies
         try:
-            attempt(mailbox, lambda: (self._join(str(path), timeout_seconds), {}))
+            attempt(mailbox, partial(self._join, str(path), timeout_seconds))
         finally:
             path.unlink(missing_ok=True)
         ops.prepare(device)
 
-    def _join(self, path: str, timeout_seconds: float) -> None:
+    def _join(self, path: str, timeout_seconds: float) -> tuple[None, dict[str, str]]:
         try:
             dist.init_process_group(
                 "nccl",
@@ -89,7 +90,8 @@ class NcclDevice:
             dist.all_reduce(torch.zeros(1, device=self._device))
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:
-            raise EnvironmentFault(f"NCCL: {str(error).strip().partition(chr(10))[0]}") from None
+            raise EnvironmentFault(str(error).strip().partition("\n")[0]) from None
+        return None, {}
 
     def reduce(self, part: Tensor, out: Tensor) -> None:
         check_reduce(part, out)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import cast
 
 import torch
 
 from ...checkpoint.errors import EnvironmentFault, InputError
 from .device import CpuDeviceCollective, DeviceCollective
 from .handshake import exchange_bytes, exchange_facts
-from .links import MailboxDevice, open_mailbox
+from .links import MailboxDevice, Transport, open_mailbox
 from .mailbox import MailboxCollective
 from .nccl import NcclDevice, obey, refusal, version
 from .timing import reduce_seconds
@@ -69,8 +70,8 @@ def _try(twin: Twin, transport: str, device: torch.device, peer_memory: bool) ->
 def _open(twin: Twin, transport: str, device: torch.device, peer_memory: bool) -> DeviceCollective:
     if transport == "cpu":
         return CpuDeviceCollective(MailboxCollective(twin.mailbox))
-    if transport == "ipc" or transport == "host":
-        return open_mailbox(transport, twin.mailbox, device, BUDGET_SECONDS)
+    if transport in ("ipc", "host"):
+        return open_mailbox(cast(Transport, transport), twin.mailbox, device, BUDGET_SECONDS)
     if transport != "nccl":
         raise InputError(f"transport {transport!r} is unknown.")
     found = version()

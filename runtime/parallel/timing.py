@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...kernels import mailbox as ops
 from .device import DeviceCollective
 
 Meet = Callable[[], object]  # returns when both ranks have called it
@@ -55,3 +56,24 @@ def gather_seconds(collective: DeviceCollective, meet: Meet, device: torch.devic
     part = torch.randn(rows, columns, device=device)
     out = torch.empty(rows, 2 * columns, device=device)
     return seconds_each(lambda index: collective.gather(part, out), meet, device, 20)
+
+
+def skew_seconds(
+    collective: DeviceCollective, meet: Meet, device: torch.device, tokens: int, late: float, hidden: int = 5120
+) -> float:
+    """What rank skew costs a small reduction beyond the wait itself.
+
+    The ranks come late by `late` seconds in turn, against both coming late together: either way an exchange can end
+    `late` after the one before it.
+    """
+    part = torch.randn(tokens, hidden, device=device).half()
+    out = torch.empty(tokens, hidden, device=device)
+
+    def exchange(index: int, lingers: bool) -> None:
+        if lingers:
+            ops.linger(late, device)
+        collective.reduce(part, out)
+
+    together = seconds_each(lambda index: exchange(index, True), meet, device)
+    in_turn = seconds_each(lambda index: exchange(index, index % 2 == collective.rank), meet, device)
+    return in_turn - together

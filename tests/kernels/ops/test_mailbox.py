@@ -21,7 +21,7 @@ from duovolt.kernels import build as builder
 from duovolt.kernels import checks, mailbox, norm
 from duovolt.perf.volta_report import find_disassembler
 
-from .conftest import Emulated
+from .conftest import ON_GPU, Emulated
 from .support import Guarded
 
 SLOT = 6000
@@ -273,6 +273,14 @@ def test_a_lost_peer_makes_the_norm_nan(pair):
     assert first.isnan().all() and two.links[0].expired.item() == 1
 
 
+def test_a_stream_lingers_as_long_as_it_is_told(device):
+    begin = time.monotonic()
+    mailbox.linger(0.02, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    assert time.monotonic() - begin >= 0.02
+
+
 def test_add_of_two_parts(device):
     first, second = (part.to(device) for part in halves((3, 1000), 8))
     out = Guarded((3, 1000), torch.float32, device)
@@ -280,8 +288,7 @@ def test_add_of_two_parts(device):
     assert out.intact and torch.equal(out.inner, first.float() + second.float())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("device", ON_GPU, indirect=True)
 def test_replays_of_a_graph_advance_the_step(pair):
     """Both ranks in one graph, in branches that run at once."""
     two, shape = pair(budget=5.0), (4, 2560)
