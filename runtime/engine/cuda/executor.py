@@ -97,10 +97,21 @@ class CudaExecutor:
             "collective": self._link.name,
         }
 
-    def warm(self) -> None:
-        """Load every kernel of a round and capture the graphs that most answers need. Every rank calls it."""
+    @torch.inference_mode()
+    def warm(self, chunk: int) -> None:
+        """Load what rounds and chunks of `chunk` tokens need, and capture what most answers use, before anybody waits.
+
+        Other numbers of lanes and depths are captured when they first come. Every rank calls it, before any lane opens.
+        """
         for sequences in range(1, self._lanes + 1):
-            self._flights.warm(self._flights.shapes(sequences))
+            self._flights.warm(self._flights.shapes(sequences, every_depth=sequences == 1))
+        count = min(chunk, self.state.lanes.tables.shape[1] * PAGE)
+        self.state.lanes.tables[0] = 0
+        places = torch.arange(count, dtype=torch.int32, device=self._device)
+        x = self.model.embed(torch.zeros_like(places))
+        self.model.read(x, 0, 0, places.expand(3, -1), torch.full_like(places, -1))
+        self.state.reset(0)
+        self._link.check()
 
     def open(self, lane: Lane) -> None:
         request, lanes, index = lane.request, self.state.lanes, lane.index
@@ -146,9 +157,7 @@ class CudaExecutor:
         slots = self._int32(self._slots(lane, start - before, count + before))
         rope = self._int32(lane.rope(start - before, count + before))
         embedded = x.clone() if self._reads_drafts(lane) else x
-        layers = self.model.chunk(index, start, rope[:, before:].contiguous(), slots[before:].contiguous())
-        staged, wide = self.model.forward(x, layers)
-        state.counter.add_(layers.overflows.sum())
+        staged, wide = self.model.read(x, index, start, rope[:, before:], slots[before:])
         behind = count - 1 + before
         if self._reads_drafts(lane) and behind:
             kept = torch.cat((state.hidden[index, :before], wide[: count - 1]))

@@ -107,11 +107,12 @@ class Flights:
                 made = self._round(shape, [])
                 self._graphs.run((shape, "whole"), made.whole)
 
-    def shapes(self, sequences: int) -> list[Shape]:
-        """Those that most answers need: every bucket, with the usual cuts and without any."""
+    def shapes(self, sequences: int, *, every_depth: bool) -> list[Shape]:
+        """Those that most answers need: with the usual cuts and without any, at every depth or the least."""
         buckets = [*(bound for bound in BUCKETS if bound < self._most), self._most]
         cuts = (Cuts(False, False, True), Cuts(True, True))
-        return [Shape(sequences, self._drafts, bucket, cut, False) for bucket in buckets for cut in cuts]
+        chosen = buckets if every_depth else buckets[:1]
+        return [Shape(sequences, self._drafts, bucket, cut, False) for bucket in chosen for cut in cuts]
 
     def _round(self, shape: Shape, lanes: list[Lane]) -> Round:
         key = (shape.sequences, shape.drafts)
