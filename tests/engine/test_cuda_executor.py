@@ -231,6 +231,13 @@ def test_a_reduced_head_only_drafts(tools, encoded, device):
         assert accepted == 0 or tokens[0] == 0
 
 
+def test_a_draft_window_changes_drafts_and_no_token(tools, encoded, device):
+    ask, weights = tools.request(1, (PROMPT * 18)[:200], 8), encoded.cuda(device)
+    plain = tools.drive(cuda_engine(weights), ask).tokens[1]
+    engine = cuda_engine(weights, drafts=3, draft_window=64)
+    assert tools.drive(engine, ask).tokens[1] == plain and engine.executor.facts["draft_window"] == "64"
+
+
 class Tower:
     """Pictures of three tokens, whose embeddings are their numbers."""
 

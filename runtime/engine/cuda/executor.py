@@ -33,6 +33,7 @@ class CudaExecutor:
     n_sampleable  ids 0 .. n_sampleable - 1 may be drawn; later rows of the head are padding
     pages         pages of the pools; None: enough for every lane at full context
     int8          keys and values in int8, else in fp16
+    draft_window  tokens of context that drafting looks at, in whole pages; 0: all
     draft_head    draw drafts with the reduced head, where there is one
     graphs        capture rounds; ahead: start a round before the last one's numbers are read
     tower         reads pictures
@@ -50,6 +51,7 @@ class CudaExecutor:
         pages: int | None = None,
         int8: bool = True,
         draft_head: bool = True,
+        draft_window: int = 0,
         graphs: bool = True,
         ahead: bool = True,
         tower: VisionTower | None = None,
@@ -72,7 +74,10 @@ class CudaExecutor:
         self._device, self._link, self._vocabulary = weights.device, link, n_sampleable
         self._uses_mtp, self._ahead = drafts > 0, ahead
         self._graphs = Graphs(weights.device, enabled=graphs and link.name != "cpu")
-        self._flights = Flights(self.model, self._graphs, lanes=lanes, drafts=drafts, vocabulary=n_sampleable)
+        window = pages_for(draft_window)
+        self._flights = Flights(
+            *(self.model, self._graphs), lanes=lanes, drafts=drafts, vocabulary=n_sampleable, window=window
+        )
         self._pending: Flight | None = None
         self._lengths: dict[int, int] = {}  # tokens in place by lane, as of the rounds that were handed out
         self._images: dict[int, PromptImages] = {}
@@ -93,6 +98,7 @@ class CudaExecutor:
             "kv": "int8" if self._int8 else "fp16",
             "kv_pages": str(self.pages),
             "draft_head": f"{rows}-rows" if rows else "full",
+            "draft_window": f"{window * PAGE}" if (window := self._flights.window) else "off",
             "graphs": graphs,
             "collective": self._link.name,
         }
