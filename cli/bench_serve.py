@@ -98,7 +98,8 @@ def _measure(args: argparse.Namespace, machine: dict[str, str]) -> Record:
         try:
             with tqdm(total=len(left), desc="bench serve", unit="step", leave=False, disable=silent) as bar:
                 for step in left:
-                    found = matrix.run(step, lambda text, at=step: bar.set_postfix_str(f"{at.describe()}: {text}"))
+                    bar.set_description_str(step.describe())
+                    found = matrix.run(step, bar.set_postfix_str)
                     bar.update()
                     if not args.quiet and not args.json:
                         first, rate = found[0].first_ms / 1e3, found[0].rate or 0.0

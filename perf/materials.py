@@ -122,7 +122,8 @@ def blocks(material: str, seed: int = 0) -> Iterator[str]:
 
 def text_of(material: str, characters: int, seed: int = 0) -> str:
     """At most `characters` characters in whole lines and sentences, but at least one of them."""
-    found, length = [], 0
+    found: list[str] = []
+    length = 0
     for block in blocks(material, seed):
         for piece in _PIECE.findall(block):
             if found and length + len(piece) > characters:
