@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from .facts import Card, Facts, Finding, Link, Load, Sample, Way
 
 _FAST_US = 15.0  # there and back between cards that write into one another's memory
-_LOST_SHARE = 0.95  # of the clock at the start, below which a card counts as slowed
+_LOST_SHARE = (
+    0.7  # of the clock at the start, below which a power limit counts: all products heat more than decode does
+)
 _HOT = frozenset({"thermal", "hardware thermal", "hardware slowdown"})
 _IOMMU_REMEDY = "boot with iommu=pt (or intel_iommu=off), and switch ACS off in the BIOS"
 
@@ -140,6 +142,6 @@ def _heated(card: Card, samples: list[Sample], seconds: float, count: int) -> Fi
     if slowed:
         return Finding(
             "limited", f"GPU {card.index}", text,
-            "its power limit holds it back: decode waits for memory and loses little, prefill loses as much as the clock",
+            "decode waits for memory and loses little, prefill loses as much as the clock: look at cables, limit and air",
         )  # fmt: skip
     return Finding("good", f"GPU {card.index}", text)

@@ -85,6 +85,8 @@ def test_a_new_driver_is_fine_for_a_newer_card():
     )
     assert exit_code(findings) == 0 and line(findings, "driver", "590").text == "590.44.01"
     assert "newer than the V100" in line(findings, "GPU 0", "H200").text
+    assert "compiles for these cards" in line(found(Machine(newer, software=change(SOFTWARE, nvrtc_reaches_volta=False))),
+                                              "NVRTC", "12.6").text  # fmt: skip
     assert "4917 GB/s on paper" in line(findings, "GPU 0", "3201 MHz").text
 
 
@@ -172,10 +174,13 @@ def test_one_card_and_unlike_cards():
     assert line(alone, "pair", "one card").grade == "good"
     assert not [one for one in alone if one.about in ("NCCL", "NVLink", "IOMMU")]
     mixed = found(Machine(PCIE_V100, SXM2_V100))
-    assert line(mixed, "pair", "memory clock (1107 and 877)").grade == "limited" and exit_code(mixed) == 0
+    assert line(mixed, "pair", "memory clock (1107 and 877)").grade == "broken" and exit_code(mixed) == 1
+    three = found(Machine(PCIE_V100, PCIE_V100, SXM2_V100))
+    assert line(three, "pair", "GPU 1 and GPU 2 differ").grade == "limited" and exit_code(three) == 0
+    assert line(three, "pair", "GPU 0 and GPU 1 are alike").grade == "good"
     assert line(mixed, "NVLink", "none up on GPU 0").grade == "limited"
     foreign = found(Machine(PCIE_V100, change(PCIE_V100, name="T4", capability=(7, 5))))
-    assert line(foreign, "pair", "different generations").grade == "broken" and exit_code(foreign) == 1
+    assert line(foreign, "pair", "capability ((7, 0) and (7, 5))").grade == "broken" and exit_code(foreign) == 1
     small = found(Machine(change(PCIE_V100, memory=16 * GB, memory_free=16 * GB)))
     assert (
         line(small, "GPU 0", "leave little room").grade == "limited"
