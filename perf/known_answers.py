@@ -2,8 +2,7 @@
 
 On a card, each is compared with its torch reference on the CPU, and run twice: the bits must be the same. The references
 themselves are compared with numbers that stand in `known_answers.json` (a few values of each, and its norm): a torch build
-that computes wrongly on this CPU shows there, with or without a card. `python -m duovolt.perf.known_answers` writes the file;
-tests hold it against the float64 oracles' own checks of the references.
+that computes wrongly on this CPU shows there, with or without a card. `python -m duovolt.perf.known_answers` writes the file.
 """
 
 import functools
@@ -46,6 +45,10 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: float | None
     repeatable: bool = True
     fault: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.error is None) == (self.fault is None):
+            raise ValueError("an answer has either an error or a fault")
 
     @property
     def right(self) -> bool:

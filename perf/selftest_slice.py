@@ -50,6 +50,10 @@ class SliceRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     floor: float = 0.0
     dry: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.dry and self.seconds <= 0:
+            raise ValueError("a row needs seconds above 0")
+
 
 def measure_slice(device: torch.device, tell: Callable[[str], None]) -> list[SliceRow]:
     """All rows; `tell` gets a line each."""

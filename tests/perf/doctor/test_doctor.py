@@ -218,8 +218,14 @@ def test_a_card_that_one_should_not_buy_or_should_set_right(fields, grade, words
         (
             [1380, 1380, 1300, 1200, 1200, 1200, 1200, 1200, 1200],
             ("its power limit",),
+            "good",
+            "by its power limit",
+        ),
+        (
+            [1380, 1380, 1300, 900, 900, 900, 900, 900, 900],
+            ("its power limit",),
             "limited",
-            "its power limit holds",
+            "look at cables",
         ),
     ],
 )
