@@ -117,8 +117,10 @@ def _cache(device: torch.device) -> KVCache:
     """Random words, scales of one."""
     empty = KVCache.empty(CONTEXT // PAGE, KV_HEADS, int8=True, device=device)
     assert empty.key_scales is not None and empty.value_scales is not None
-    words = [torch.randint(0, 255, part.shape, dtype=torch.uint8, device=device) for part in (empty.keys, empty.values)]
-    return KVCache(*words, torch.ones_like(empty.key_scales) / 128, torch.ones_like(empty.value_scales) / 128)
+    keys, values = (
+        torch.randint(0, 255, part.shape, dtype=torch.uint8, device=device) for part in (empty.keys, empty.values)
+    )
+    return KVCache(keys, values, torch.ones_like(empty.key_scales) / 128, torch.ones_like(empty.value_scales) / 128)
 
 
 def _cache_bytes(cache: KVCache) -> int:

@@ -81,7 +81,7 @@ def _link(link: Link, facts: Facts) -> Iterator[Finding]:
             "the ranks meet in host memory", _IOMMU_REMEDY,
         )  # fmt: skip
         return
-    text = f"stores into one another's memory: there {_way(link.there)}, back {_way(link.back)}"
+    text = f"stores into one another's memory: {_way(link.there)}; the other way {_way(link.back)}"
     slow = max(link.there.round_trip_us or 0.0, link.back.round_trip_us or 0.0)
     host = link.host.round_trip_us if link.host is not None else None
     if slow > _FAST_US and host is not None and slow > host:
@@ -93,7 +93,7 @@ def _link(link: Link, facts: Facts) -> Iterator[Finding]:
 def _way(way: Way) -> str:
     parts = []
     if way.round_trip_us is not None:
-        parts.append(f"{way.round_trip_us:.1f} us there and back")
+        parts.append(f"{way.round_trip_us:.1f} us a round trip")
     if way.rate is not None:
         parts.append(f"{way.rate / 1e9:.1f} GB/s")
     return ", ".join(parts) or "right"

@@ -66,7 +66,13 @@ def test_without_a_card_torch_is_tested_and_the_rest_is_named(capsys, tmp_path, 
     assert "answers, cpu: 18 of 18 families right" in out
     assert "not done: no card answers to torch" in out and "kernels, curve and slice are not tested" in out
     text = path.read_text()
-    for name in (socket.gethostname(), getpass.getuser(), str(Path.home()), str(tmp_path), str(Path(torch.__file__).parent)):
+    for name in (
+        socket.gethostname(),
+        getpass.getuser(),
+        str(Path.home()),
+        str(tmp_path),
+        str(Path(torch.__file__).parent),
+    ):
         assert f'"{name}' not in text and (len(name) < 6 or name not in text), name
     report = read_report(path)
     assert report.machine is None and report.curve is None and len(report.answers) == len(cases())
@@ -124,8 +130,12 @@ def test_a_card_is_tested_step_by_step_and_a_failed_step_is_noted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(selftest, "read_machine", lambda device: MACHINE)
     monkeypatch.setattr(selftest, "loadable", lambda device: ["sm_90"])
-    monkeypatch.setattr(selftest, "answers_on", lambda device, arch: [Answer("norm", arch, None, fault="no /tmp/x.cubin")])
-    monkeypatch.setattr(selftest, "tune", lambda device, tell: type("Trial", (), {"chosen": Choice(), "microseconds": 9.0}))
+    monkeypatch.setattr(
+        selftest, "answers_on", lambda device, arch: [Answer("norm", arch, None, fault="no /tmp/x.cubin")]
+    )
+    monkeypatch.setattr(
+        selftest, "tune", lambda device, tell: type("Trial", (), {"chosen": Choice(), "microseconds": 9.0})
+    )
     monkeypatch.setattr(selftest, "measure_curve", broken)
     monkeypatch.setattr(selftest, "measure_slice", measured)
     steps: list[str] = []
@@ -140,7 +150,7 @@ def test_a_card_is_tested_step_by_step_and_a_failed_step_is_noted(monkeypatch):
 
 
 def test_texts_lose_what_names_a_machine():
-    text = "libnvrtc.so.12 not in /opt/cuda-12/lib64:/home/eve/lib (C:\\Users\\eve) 3/4 of GPU-8FECF602-4ed7-7b42-0e9f-a984263d1eef"
+    text = "libnvrtc not in /opt/cuda-12/lib64:/home/eve/lib (C:\\Users\\eve) 3/4 of GPU-8FECF602-4ed7-7b42-0e9f-a984263d1eef"
     clean = without_places(text)
     assert "eve" not in clean and "8FEC" not in clean and "3/4" in clean
 
@@ -221,7 +231,15 @@ def test_the_slice_is_a_forward_pass_of_four_layers(monkeypatch):
         LinearCase("gate up", (("nvfp4", 96, 64), ("nvfp4", 96, 64)), swiglu=True),
         LinearCase("down", (("nvfp4", 64, 96),), residual=True),
     )
-    sizes = {"CASES": small, "HIDDEN": 64, "CONTEXT": 128, "Q_HEADS": 2, "KV_HEADS": 1, "KEY_HEADS": 2, "VALUE_HEADS": 4}
+    sizes = {
+        "CASES": small,
+        "HIDDEN": 64,
+        "CONTEXT": 128,
+        "Q_HEADS": 2,
+        "KV_HEADS": 1,
+        "KEY_HEADS": 2,
+        "VALUE_HEADS": 4,
+    }
     for name, value in sizes.items():
         monkeypatch.setattr(selftest_slice, name, value)
     for name, reference in {
@@ -242,7 +260,9 @@ def test_the_slice_is_a_forward_pass_of_four_layers(monkeypatch):
         return Timing(1e-5, 0.0)
 
     monkeypatch.setattr(selftest_slice, "time_queued", once)
-    monkeypatch.setattr(selftest_slice, "linear_launches", lambda case, sets, tokens, device: [lambda: None] * len(sets))
+    monkeypatch.setattr(
+        selftest_slice, "linear_launches", lambda case, sets, tokens, device: [lambda: None] * len(sets)
+    )
     rows = {row.what: row for row in measure_slice(CPU, lambda text: None)}
     assert list(counts.values()) == [2] * (len(rows) - 1) + [1]
     delta, attention = selftest_slice.DeltaLayer(CPU), selftest_slice.AttentionLayer(CPU)

@@ -35,7 +35,7 @@ def test_two_good_cards_without_nvlink():
         assert line(findings, f"GPU {index}", "x16").text == "PCIe 3 x16 (generation 1 while it rests)"
     assert line(findings, "driver", "580.65.06").grade == "good"
     assert "holds code for sm_70" in line(findings, "torch", "2.7.1").text
-    assert "2.2 us there and back, 10.9 GB/s" in line(findings, "GPU 0 - GPU 1", "stores into").text
+    assert "2.2 us a round trip, 10.9 GB/s; the other way 2.3" in line(findings, "GPU 0 - GPU 1", "stores into").text
 
 
 def test_the_other_memory_clock_and_nvlink():
