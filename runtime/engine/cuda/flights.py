@@ -139,7 +139,8 @@ class Flights:
     def _masked(self, made: Round, lanes: list[Lane]) -> Masks:
         """A round whose masks are made on the host, from its drafts, while the device verifies them."""
         shape, draws = made.shape, made.buffers.draws
-        self._graphs.run((shape, "draft"), made.draft)
+        if shape.drafts and not shape.given:
+            self._graphs.run((shape, "draft"), made.draft)
         drawn = torch.where(draws.produced > 0, draws.tokens[:, :, 0], -1).to("cpu", non_blocking=True)
         landed = self._event()
         self._graphs.run((shape, "verify"), made.verify)
