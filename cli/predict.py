@@ -49,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
     parser.add_argument("--head", choices=("split", "whole"), default="split", help="rows of the head on each rank")
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="shares measured by `bench kernels --json`")
-    parser.add_argument("--launches", type=Path, metavar="FILE", help="times measured by `bench launches --json`")
+    parser.add_argument(
+        "--launches", type=Path, nargs="+", metavar="FILE", help="times measured by `bench launches --json`"
+    )
     parser.add_argument("--what-if", action="store_true", help="also with one thing changed at a time")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the forecasts with date and commit")
     parser.add_argument("--json", action="store_true", help="machine-readable: what --write would write")
@@ -161,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
     if args.kernels is not None:
         card = card.with_shares(read_shares(args.kernels))
     if args.launches is not None:
-        card = card.with_launches(read_launch_times(args.launches).by_key())
+        files = [read_launch_times(path) for path in args.launches]
+        card = card.with_launches(files)
     cases = []
     if args.source.endswith(".gguf"):
         shapes = [Shape(context, args.drafts, args.lanes, args.kv) for context in args.context]

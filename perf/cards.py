@@ -16,7 +16,7 @@ from ..checkpoint.directory import read_text
 from ..checkpoint.encodings import tile_of, words_of
 from ..checkpoint.errors import InputError, one_line
 from .curve import READ, Curve, Point, Series, read_curve
-from .launch_file import at_bytes
+from .launch_file import LaunchTimes, at_bytes, by_key
 from .ledger import Launch
 from .machine import Machine
 
@@ -112,9 +112,9 @@ class Card:
         form = self.links[link]
         return _line(form.reduce if launch.kernel == "reduce" else form.gather, launch.message) * 1e-6
 
-    def with_launches(self, exact: Mapping[str, list[tuple[float, float]]]) -> "Card":
-        """The same card with launches that were measured alone (launch_file.py)."""
-        return replace(self, exact=exact)
+    def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
+        """The same card with launches that were measured alone."""
+        return replace(self, exact=by_key(files))
 
     def with_shares(self, shares: Mapping[str, Mapping[int, float]]) -> "Card":
         """The same card with measured shares in place of what its file has."""

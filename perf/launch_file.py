@@ -39,17 +39,18 @@ class LaunchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launches: list[LaunchTime]
     format: str = FORMAT
 
-    def by_key(self) -> dict[str, list[tuple[float, float]]]:
-        """key -> (bytes, seconds) by rising bytes."""
-        found: dict[str, dict[float, float]] = {}
-        for one in self.launches:
-            if one.seconds:
-                found.setdefault(one.key, {})[one.nbytes] = one.seconds
-        return {key: sorted(points.items()) for key, points in found.items()}
-
     def encode(self) -> bytes:
         """The file's content."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def by_key(files: Iterable[LaunchTimes]) -> dict[str, list[tuple[float, float]]]:
+    """key -> (bytes, seconds) by rising bytes; a later file's time takes the place of an earlier one's."""
+    found: dict[str, dict[float, float]] = {}
+    for one in (launch for file in files for launch in file.launches):
+        if one.seconds:
+            found.setdefault(one.key, {})[one.nbytes] = one.seconds
+    return {key: sorted(points.items()) for key, points in found.items()}
 
 
 def read_launch_times(path: Path) -> LaunchTimes:

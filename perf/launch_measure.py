@@ -20,7 +20,7 @@ from .kernels import launches as linear_launches
 from .launch_file import LaunchTime
 from .ledger import Launch
 
-POOL_BYTES = 3 << 30
+POOL_BYTES = 3 << 29
 RANDOM = ("nvfp4", "fp8", "half")  # encodings whose words can be made up
 _WARM_COPIES = 24  # of what lies in the second-level cache in a round too
 _EPS = 1e-6

@@ -82,7 +82,7 @@ def times_of(tmp_path: Path, scale: float = 1.0) -> Path:
 
 def test_a_forecast_adds_up_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = times_of(tmp_path)
-    card = load_card("h200").with_launches(read_launch_times(path).by_key())
+    card = load_card("h200").with_launches([read_launch_times(path)])
     for context in (8192, 20_000, 32768):  # between measured depths too
         ledger = ledger_of(sheet_at("qwen3.8-27b", 1, None), Shape(context, 3))
         found = forecast(ledger, card, Setting())
