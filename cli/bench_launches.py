@@ -34,13 +34,14 @@ def run(args: argparse.Namespace) -> int:
     from ..perf.kernels import the_device
     from ..perf.launch_file import LaunchTime, LaunchTimes, distinct
     from ..perf.launch_measure import measure_launches
-    from ..perf.ledger import Shape, ledger_of
+    from ..perf.ledger import Launch, Shape, ledger_of
     from ..perf.machine import read_machine
     from ..perf.model_source import sheet_at
 
     if not all(1 <= tp <= MAX_RANKS for tp in args.tp):
         raise InputError(f"--tp is 1 to {MAX_RANKS}.")
-    launches, models = [], []
+    launches: list[Launch] = []
+    models: list[str] = []
     for source, tp in itertools.product(args.source, args.tp):
         sheet = sheet_at(source, tp, args.recipe)
         models.append(f"{sheet.label}, {tp} ranks")
