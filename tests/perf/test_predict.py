@@ -40,7 +40,11 @@ def test_a_sum_over_real_sizes_does_better_than_the_mean() -> None:
     card = load_card("rtx-5090")
     assert dense.by_sum(card) == pytest.approx(dense.by_mean(card), rel=0.005)  # the study's own doubt: 0.5 %
     h200 = load_card("h200")
-    assert abs(H200_READS.by_sum(h200) / H200_READS.seconds - 1) < 0.01 < abs(H200_READS.by_mean(h200) / H200_READS.seconds - 1)
+    assert (
+        abs(H200_READS.by_sum(h200) / H200_READS.seconds - 1)
+        < 0.01
+        < abs(H200_READS.by_mean(h200) / H200_READS.seconds - 1)
+    )
 
 
 def test_published_v100_rounds_lie_between_bytes_alone_and_what_was_measured() -> None:
@@ -76,7 +80,9 @@ def test_a_launch_costs_a_constant_and_its_bytes() -> None:
     h200 = load_card("h200")
     nvfp4 = a_launch(50e6, encodings=("nvfp4",), tokens=4, kernel="swiglu")
     assert h200.seconds(nvfp4) == pytest.approx(50e6 / 3820e9 / 0.54, rel=0.01)
-    assert h200.seconds(a_launch(1e9, "attention_int8", "attention", tokens=3)) == pytest.approx(1e9 / 4515e9 / 0.53, rel=0.01)
+    assert h200.seconds(a_launch(1e9, "attention_int8", "attention", tokens=3)) == pytest.approx(
+        1e9 / 4515e9 / 0.53, rel=0.01
+    )
     assert h200.seconds(a_launch(100, "rms_norm", "small")) == pytest.approx(2.9e-6)
     slower = h200.with_shares({"swiglu.nvfp4": {1: 0.27}})
     assert slower.seconds(nvfp4) == pytest.approx(2 * h200.seconds(nvfp4))
