@@ -143,6 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=("scripted", "reference", "cuda"))
     parser.add_argument("--only", default="", help="trials whose fault, victim and phase hold this word")
+    parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of duovolt serve, in one word")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the outcomes there")
@@ -151,7 +152,10 @@ def main() -> int:
     report: list[dict[str, object]] = []
     for backend in args.backend or ["scripted", "reference"]:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            world = scripted_world(Path(folder)) if backend == "scripted" else real_world(Path(folder), backend)
+            if backend == "scripted":
+                world = scripted_world(Path(folder))
+            else:
+                world = real_world(Path(folder), backend, args.serve.split())
             chosen = [t for t in trials(backend) if args.only in f"{t.fault}, {t.victim}, {t.phase}"]
             run_trials(world, chosen * args.repeat, report)
     print(table(report))

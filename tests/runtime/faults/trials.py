@@ -28,7 +28,7 @@ SERVING = ("idle", "queue", "prefill", "decode", "drain")
 STARTING = ("start", "load")
 RESTARTING = ("restart", "reload")
 HICCUP_SECONDS = 1.0
-_SLACK = 5.0  # what a fault may take to be told, beyond the bound that finds it
+_SLACK = 8.0  # what a fault may take to be told, beyond the bound that finds it
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,11 @@ def scripted_world(folder: Path, *, delay_ms: float = 30) -> World:
     return world
 
 
-def real_world(folder: Path, backend: str = "reference") -> World:
-    """The fixture's tiny model; its plain answer is asked for once."""
+def real_world(folder: Path, backend: str = "reference", more: Sequence[str] = ()) -> World:
+    """The fixture's tiny model, served with `more` options; its plain answer is asked for once."""
     from ..real_model import make_ranks as make_real_ranks
 
-    options = ["--backend", backend, "--max-context", "4096", "--prefill-chunk", "32", "--drafts", "3"]
+    options = ["--backend", backend, "--max-context", "4096", "--prefill-chunk", "32", "--drafts", "3", *more]
     world = World(backend, make_real_ranks(folder, 2), _logs(folder), options, [1, 2, 3, 4, 5])
     world.long_prompt = [1 + number % 200 for number in range(3500)]
     world.extra = {"ignore_eos": True}
