@@ -92,7 +92,9 @@ def _nvrtc(facts: Facts, capabilities: list[tuple[int, int]]) -> Iterator[Findin
         )  # fmt: skip
         return
     name = ".".join(map(str, software.nvrtc))
-    if not software.nvrtc_reaches_volta:
+    if not software.nvrtc_reaches_volta and facts.cards and VOLTA not in capabilities:
+        yield Finding("good", "NVRTC", f"{name} compiles for these cards; for a V100 one of CUDA 12 is needed")
+    elif not software.nvrtc_reaches_volta:
         grade = "broken" if VOLTA in capabilities and not software.prebuilt else "limited"
         yield Finding(
             grade, "NVRTC", f"{name} does not compile for a V100, CUDA 13 dropped Volta",  # type: ignore[arg-type]
