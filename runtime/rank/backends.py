@@ -73,7 +73,7 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
         draft_head=cast(DraftHeadChoice, options.draft_head),
     )
     engine = load_engine(options.dir, collective, settings)
-    return engine, dict(engine.executor.facts)
+    return engine, engine.facts
 
 
 def versions(backend: str) -> dict[str, str]:
