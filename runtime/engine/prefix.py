@@ -61,7 +61,7 @@ class PrefixCache:
         self._pool = pool
         self._executor = executor
         self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
-        self._ends: dict[bytes, dict[bytes, Prefix]] = {}  # name of a prefix's whole pages -> the prefixes
+        self._ends: dict[bytes, dict[int, dict[bytes, Prefix]]] = {}  # name of the whole pages -> length -> name
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -72,9 +72,9 @@ class PrefixCache:
     def find(self, content: Content, length: int) -> Prefix | None:
         """The longest prefix of the text's first `length` tokens."""
         for whole in range(length // PAGE, -1, -1):
-            candidates = self._ends.get(content.pages(whole), {})
-            for prefix in sorted(candidates.values(), key=lambda one: -one.length):
-                if prefix.length <= length and content.name(prefix.length) == prefix.name:
+            ends = self._ends.get(content.pages(whole), {})
+            for end in sorted(ends, reverse=True):
+                if end <= length and (prefix := ends[end].get(content.name(end))):
                     return prefix
         return None
 
@@ -107,7 +107,7 @@ class PrefixCache:
         prefix = Prefix(name, lane.content.pages(length // PAGE), length, max(0, length - behind), pages, state)
         self._pool.keep(pages)
         self._kept[name] = prefix
-        self._ends.setdefault(prefix.whole, {})[name] = prefix
+        self._ends.setdefault(prefix.whole, {}).setdefault(length, {})[name] = prefix
         lane.prefixes.append(name)
 
     def evict(self) -> None:
@@ -124,7 +124,9 @@ class PrefixCache:
     def _remove(self, name: bytes) -> None:
         prefix = self._kept.pop(name)
         ends = self._ends[prefix.whole]
-        del ends[name]
+        del ends[prefix.length][name]
+        if not ends[prefix.length]:
+            del ends[prefix.length]
         if not ends:
             del self._ends[prefix.whole]
         self._pool.forget(prefix.pages)
