@@ -28,6 +28,8 @@ COMMANDS = {
     "serve": ("serve", "serve ranks over HTTP: one proxy, one process a rank"),
     "chat": ("chat", "talk to a running server"),
     "eval": ("eval", "quality of a checkpoint: bits per byte, known words, draft acceptance"),
+    "ledger": ("ledger", "bytes of a decode round, from headers alone"),
+    "predict": ("predict", "tokens a second of a card, a model and a depth, from bytes and bandwidth"),
     "synth": ("synth", "random or sparse checkpoints of a real model's shapes"),
     "doctor": ("doctor", "cards, links, driver, libraries: what will work, what will not, what to do"),
     "bench": ("bench", "measure beside peers: kernels, whole stages, the server"),

@@ -8,11 +8,12 @@
 
 // logits: FP32 [rows, vocabulary ...], rows logits_stride apart. lanes: [rows], -1: none. drafted: [rows, kMaxDrafts],
 // the drafts that stand before the row's token, -1 where there are none. seen: [lanes, vocabulary]; answer_counts: FP32
-// likewise; bias: FP32 likewise, or null. Grid: (kSlices, rows).
+// likewise; bias: FP32 likewise, or null. mask: [rows, mask_words], a bit an id, or null: ids without theirs cannot come.
+// open: minus infinity is a logit of a token that cannot come, and nothing broken. Grid: (kSlices, rows).
 extern "C" __global__ void __launch_bounds__(kThreads)
     sampling_adjust(const float *logits, int logits_stride, const int *lanes, const int *drafted,
-                    const unsigned char *seen, const float *answer_counts, const float *bias, Wishes wishes, Rows rows,
-                    int vocabulary) {
+                    const unsigned char *seen, const float *answer_counts, const float *bias, const unsigned *mask,
+                    int mask_words, int open, Wishes wishes, Rows rows, int vocabulary) {
     __shared__ float peaks[kWarps];
     __shared__ int bests[kWarps];
     const int row = blockIdx.y, slice = blockIdx.x, lane = read(lanes + row);
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     bool finite = true;
     for (int id = begin + threadIdx.x; id < end; id += kThreads) {
         float value = read(logits + static_cast<size_t>(row) * logits_stride + id);
-        finite &= fabsf(value) <= 3.4028234e38f;
+        finite &= fabsf(value) <= 3.4028234e38f || (open && value < 0);
         const size_t own = static_cast<size_t>(lane) * vocabulary + id;
         if (bias) {
             value = value + read(bias + own);
@@ -58,6 +59,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (frequency != 0.0f) {
                 value = __fsub_rn(value, __fmul_rn(frequency, count));
             }
+        }
+        if (mask && !(read(mask + static_cast<size_t>(row) * mask_words + id / 32) >> id % 32 & 1)) {
+            value = __uint_as_float(0xFF800000u);
         }
         write(rows.logits + static_cast<size_t>(row) * vocabulary + id, value);
         if (value > peak) {
