@@ -22,9 +22,8 @@ MAX_BLOCKS = 512  # counters of the step
 LAST_STEP = 2**32 - 1
 HEADER = 8  # uint32 before the counters
 DOORS = {"delay": 1, "drop": 2, "stale": 3}
-_THREADS = 256
-_FAR_THREADS = 512
-_WORDS_A_THREAD = 1
+_THREADS = 256  # with at most MAX_BLOCKS blocks, all of a kernel's are at work at once on a V100
+_ONE_EACH = 128 * _THREADS  # words up to which a thread takes one, for the shortest wait; beyond, four
 _NORM_THREADS = 256
 
 
@@ -164,6 +163,6 @@ def _words(link: Link, values: int, values_a_word: int) -> int:
 
 
 def _launch(link: Link, name: str, words: int, arguments: tuple[checks.Argument, ...]) -> None:
-    threads = _FAR_THREADS if link.far else _THREADS
-    blocks = max(1, min(MAX_BLOCKS, -(-words // (threads * _WORDS_A_THREAD))))
-    checks.launch(SOURCE, name, blocks, threads, (link.struct, *arguments), link.state.device)
+    share = _THREADS if words <= _ONE_EACH else 4 * _THREADS
+    blocks = min(MAX_BLOCKS, -(-words // share))
+    checks.launch(SOURCE, name, blocks, _THREADS, (link.struct, *arguments), link.state.device)

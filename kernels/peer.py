@@ -100,3 +100,21 @@ def peer_access(device: int, peer: int) -> bool:
     """What the driver says of direct access between two devices that this process sees. It proves nothing."""
     here = _OnDevice(device)
     return bool(here._call("cuDeviceCanAccessPeer", here._call("cuDeviceGet", device), here._call("cuDeviceGet", peer)))
+
+
+def pci_address(device: int) -> str:
+    """As sysfs names it: `0000:3b:00.0`."""
+    here = _OnDevice(device)
+    text = here._call("cuDeviceGetPCIBusId", 32, here._call("cuDeviceGet", device))
+    return bytes(text).split(b"\0")[0].decode().lower()
+
+
+def native_link(device: int, peer: int) -> bool:
+    """True if atomics cross the link between two devices, as they do over NVLink and never over PCIe."""
+    here = _OnDevice(device)
+    wanted = here._driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return bool(
+        here._call(
+            "cuDeviceGetP2PAttribute", wanted, here._call("cuDeviceGet", device), here._call("cuDeviceGet", peer)
+        )
+    )

@@ -7,87 +7,99 @@ time: a way that hangs costs its children, never the server.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from ...checkpoint.errors import EnvironmentFault, InputError
-from .twins import Heard, run_twins
+from .twins import DISTRUSTED, TRUSTED, Heard, run_twins
 
 Wish = Literal["auto", "host", "ipc", "nccl"]
+Small = Literal["host", "ipc", "nccl"]
 WISHES = ("auto", "host", "ipc", "nccl")
 TRANSPORTS = ("ipc", "host", "nccl")
 SECONDS = 90.0  # of one pair of children, their start included
 PROBE = "duovolt.runtime.parallel.probe"
-PCI_DEVICES = Path("/sys/bus/pci/devices")
-TRANSLATED = ("DMA", "DMA-FQ")  # types of IOMMU group in which peer writes over PCIe may go astray
+_WORD = "expected host, ipc or nccl, and then nccl=BYTES and peer"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one way: `fault` says why it is not used, `microseconds` is a 40 KB sum in a graph."""
+    """What was found of one way. `fault`: why it is not used; `note`: what others have reported of it.
+
+    `microseconds` of a 40 KB sum in a graph, the slower rank's; `large`: the same by bytes.
+    """
 
     transport: str
     fault: str | None
     microseconds: float | None = None
+    large: dict[int, float] = field(default_factory=dict)
+    note: str | None = None
 
     def __str__(self) -> str:
         if self.fault is not None:
             return f"{self.transport} not used ({self.fault})"
-        return f"{self.transport} right" + (f", {self.microseconds:.1f} us" if self.microseconds is not None else "")
+        time = "" if self.microseconds is None else f", {self.microseconds:.1f} us"
+        note = "" if self.note is None else f", though reported: {self.note}"
+        return f"{self.transport} right{time}{note}"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The way for small messages, whether NCCL takes large ones, and whether it may use peer memory."""
+    """The way for small messages; from how many bytes on NCCL takes large ones (None: never); and whether NCCL may use
+    peer memory."""
 
-    small: Literal["host", "ipc", "nccl"]
-    nccl: bool
+    small: Small
+    nccl_from: int | None
     peer_memory: bool
-    found: tuple[Verdict, ...]
+    found: tuple[Verdict, ...] = ()
 
     def __str__(self) -> str:
-        large = "nccl" if self.nccl else self.small
-        return f"{self.small}, large messages {large}; found: {'; '.join(map(str, self.found))}"
+        if self.small == "nccl":
+            large = ""
+        elif self.nccl_from is None:
+            large = ", large messages too"
+        else:
+            large = f", nccl from {self.nccl_from >> 10} KB"
+        return f"{self.small}{large}; found: {'; '.join(map(str, self.found))}"
 
     @property
     def argument(self) -> str:
         """As a word for a rank's command line; `Choice.parse` reads it."""
-        return ",".join([self.small, *(["nccl"] if self.nccl else []), *(["peer"] if self.peer_memory else [])])
+        large = [] if self.nccl_from is None else [f"nccl={self.nccl_from}"]
+        return ",".join([self.small, *large, *(["peer"] if self.peer_memory else [])])
 
     @staticmethod
     def parse(text: str) -> Choice:
         """Raises InputError if it is no `argument`."""
         small, *more = text.split(",")
-        if small not in TRANSPORTS or not set(more) <= {"nccl", "peer"}:
-            raise InputError(f"--collective {text}: expected host, ipc or nccl, and then nccl and peer.")
-        return Choice(cast(Literal["host", "ipc", "nccl"], small), "nccl" in more, "peer" in more, ())
+        peer_memory = more[-1:] == ["peer"]
+        large = [word.removeprefix("nccl=") for word in (more[:-1] if peer_memory else more)]
+        if small not in TRANSPORTS or len(large) > 1 or not all(word.isdecimal() for word in large):
+            raise InputError(f"--collective {text}: {_WORD}.")
+        return Choice(cast(Small, small), int(large[0]) if large else None, peer_memory)
 
 
 def choose(
     wish: Wish,
-    devices: Sequence[str],
-    distrust: str | None,
+    cards: Sequence[str] = (),
     run: Callable[[Sequence[str], float], list[Heard]] | None = None,
     seconds: float = SECONDS,
 ) -> Choice:
-    """Try what `wish` leaves open between two devices (CUDA indices) and choose.
+    """Try what `wish` leaves open between two cards and choose. `run` starts the children.
 
-    `distrust`: why peer memory is not even tried (`distrusted`); a wish for ipc overrides it. `run` starts the children.
-    Raises EnvironmentFault if what was wished for, or everything, fails.
+    cards: their names for CUDA_VISIBLE_DEVICES in rank order; the first two that are seen if empty. Raises
+    EnvironmentFault if what was wished for, or everything, fails.
     """
-    start = run or (lambda arguments, limit: run_twins(PROBE, devices, arguments, limit))
+    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
+    start = run or (lambda arguments, limit: run_twins(PROBE, ["0", "1"], arguments, limit, environment))
     left = [transport for transport in TRANSPORTS if wish in ("auto", transport) or transport == "nccl"]
     verdicts: dict[str, Verdict] = {}
-    if distrust and wish != "ipc" and "ipc" in left:
-        verdicts["ipc"] = Verdict("ipc", distrust)
-        left.remove("ipc")
     while left:
-        shy = ["distrusted"] if (distrust and wish != "ipc") or _failed(verdicts.get("ipc")) else []
-        heard = start([*left, *shy], seconds)
-        verdicts |= {verdict.transport: verdict for verdict in judge(left, heard)}
+        switches = [TRUSTED] if wish == "ipc" else []
+        switches += [DISTRUSTED] if _failed(verdicts.get("ipc")) else []
+        verdicts |= {verdict.transport: verdict for verdict in judge(left, start([*left, *switches], seconds))}
         left = [transport for transport in left if transport not in verdicts]
-    return _decide(wish, verdicts, shy=bool(distrust) and wish != "ipc")
+    return _decide(wish, verdicts)
 
 
 def _failed(verdict: Verdict | None) -> bool:
@@ -107,7 +119,10 @@ def judge(transports: Sequence[str], heard: Sequence[Heard]) -> list[Verdict]:
             break
         faults = [str(find["fault"]) for find in finds if find and find.get("fault")]
         times = [float(find["microseconds"]) for find in finds if find and find.get("microseconds")]
-        verdicts.append(Verdict(transport, faults[0] if faults else None, max(times) if times else None))
+        tables = [find["large"] for find in finds if find and find.get("large")]
+        large = {int(size): max(float(table[size]) for table in tables) for size in (tables[0] if tables else ())}
+        note = next((str(find["note"]) for find in finds if find and find.get("note")), None)
+        verdicts.append(Verdict(transport, faults[0] if faults else None, max(times) if times else None, large, note))
     return verdicts
 
 
@@ -121,11 +136,10 @@ def _silence(transport: str, heard: Sequence[Heard]) -> str:
     return "no answer"
 
 
-def _decide(wish: Wish, verdicts: dict[str, Verdict], shy: bool) -> Choice:
+def _decide(wish: Wish, verdicts: dict[str, Verdict]) -> Choice:
     found = tuple(verdicts[transport] for transport in TRANSPORTS if transport in verdicts)
     told = "; ".join(map(str, found))
     good = {verdict.transport: verdict for verdict in found if verdict.fault is None}
-    nccl = "nccl" in good
     small: str
     if wish != "auto":
         if wish not in good:
@@ -133,29 +147,21 @@ def _decide(wish: Wish, verdicts: dict[str, Verdict], shy: bool) -> Choice:
         small = wish
     elif mailboxes := [verdict for name, verdict in good.items() if name != "nccl"]:
         small = min(mailboxes, key=lambda verdict: verdict.microseconds or 0.0).transport
-    elif nccl:
+    elif "nccl" in good:
         small = "nccl"
     else:
         raise EnvironmentFault(f"the two cards cannot exchange data: {told}.")
-    peer_memory = not shy and not _failed(verdicts.get("ipc"))
-    return Choice(cast(Literal["host", "ipc", "nccl"], small), nccl, peer_memory, found)
+    nccl_from = None
+    if small != "nccl" and "nccl" in good:
+        nccl_from = _faster_from(good["nccl"].large, good[small].large)
+    return Choice(cast(Small, small), nccl_from, not _failed(verdicts.get("ipc")), found)
 
 
-def distrusted(addresses: Sequence[str], native_link: bool, root: Path = PCI_DEVICES) -> str | None:
-    """Why peer memory between the PCI devices `addresses` is distrusted, whatever the driver says; None if it is not.
-
-    An IOMMU that translates DMA may send peer writes over PCIe astray. `native_link`: they are joined by NVLink, which
-    does not pass it.
-    """
-    if native_link:
-        return None
-    for address in addresses:
-        try:
-            kind = (root / address.lower() / "iommu_group" / "type").read_text().strip()
-        except OSError:
-            continue  # no IOMMU, or not ours to see: the trial decides
-        if kind in TRANSLATED:
-            return (
-                f"the IOMMU translates for GPU {address} (type {kind}); boot with iommu=pt, or ask for --collective ipc"
-            )
-    return None
+def _faster_from(nccl: dict[int, float], mailbox: dict[int, float]) -> int | None:
+    """The bytes from which NCCL is the faster one at every size measured; None if it is not at the largest."""
+    found = None
+    for size in sorted(nccl.keys() & mailbox.keys(), reverse=True):
+        if nccl[size] > mailbox[size]:
+            break
+        found = size
+    return found

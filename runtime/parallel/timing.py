@@ -46,14 +46,21 @@ def reduce_seconds(
     collective: DeviceCollective, meet: Meet, device: torch.device, tokens: int, hidden: int = 5120
 ) -> float:
     """Seconds of one small reduction."""
-    part = torch.randn(tokens, hidden, device=device).half()
+    part = torch.ones(tokens, hidden, device=device).half()
     out = torch.empty(tokens, hidden, device=device)
     return seconds_each(lambda index: collective.reduce(part, out), meet, device)
 
 
+def large_seconds(collective: DeviceCollective, meet: Meet, device: torch.device, nbytes: int) -> float:
+    """Seconds of one reduction of `nbytes` of fp16 by the way for large ones."""
+    part = torch.ones(nbytes // 2048, 1024, device=device).half()
+    out = torch.empty(nbytes // 2048, 1024, device=device)
+    return seconds_each(lambda index: collective.reduce_large(part, out), meet, device, 10)
+
+
 def gather_seconds(collective: DeviceCollective, meet: Meet, device: torch.device, rows: int, columns: int) -> float:
     """Seconds of one gather."""
-    part = torch.randn(rows, columns, device=device)
+    part = torch.ones(rows, columns, device=device)
     out = torch.empty(rows, 2 * columns, device=device)
     return seconds_each(lambda index: collective.gather(part, out), meet, device, 20)
 
@@ -66,7 +73,7 @@ def skew_seconds(
     The ranks come late by `late` seconds in turn, against both coming late together: either way an exchange can end
     `late` after the one before it.
     """
-    part = torch.randn(tokens, hidden, device=device).half()
+    part = torch.ones(tokens, hidden, device=device).half()
     out = torch.empty(tokens, hidden, device=device)
 
     def exchange(index: int, lingers: bool) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from .mailbox import Mailbox
 from .region import Region, region_bytes
 from .shared import SharedFile
 
+TRUSTED, DISTRUSTED = "trusted", "distrusted"  # switches of the probe
 _GRACE_SECONDS = 5.0
 _KEPT = 2000  # characters of a child's last words
 
@@ -35,10 +36,16 @@ class Heard:
     errors: str
 
 
-def run_twins(module: str, devices: Sequence[str], arguments: Sequence[str], seconds: float) -> list[Heard]:
+def run_twins(
+    module: str,
+    devices: Sequence[str],
+    arguments: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> list[Heard]:
     """Run `python -m MODULE SHARED RANK DEVICE ARGUMENTS...` for rank 0 and 1, at most `seconds`; then both are dead.
 
-    Raises EnvironmentFault if the shared memory cannot be had.
+    `environment`: variables beside the present ones. Raises EnvironmentFault if the shared memory cannot be had.
     """
     shared = SharedFile.create(region_bytes())
     children: list[subprocess.Popen[bytes]] = []
@@ -46,7 +53,13 @@ def run_twins(module: str, devices: Sequence[str], arguments: Sequence[str], sec
         for rank, device in enumerate(devices):
             command = [sys.executable, "-m", module, shared.name, str(rank), device, *arguments]
             children.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=os.environ | (environment or {}),
+                )
             )
         said, ended = _listen(children, time.monotonic() + seconds)
     finally:

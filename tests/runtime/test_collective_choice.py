@@ -15,10 +15,11 @@ import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.runtime.parallel import choice, nccl, trial
-from duovolt.runtime.parallel.choice import Choice, Verdict, choose, distrusted
+from duovolt.runtime.parallel.choice import Choice, Verdict, choose
 from duovolt.runtime.parallel.device import CollectiveFault, CpuDeviceCollective
 from duovolt.runtime.parallel.faults import MAILBOX_DOOR
 from duovolt.runtime.parallel.mailbox import Mailbox, MailboxCollective
+from duovolt.runtime.parallel.probe import distrusted
 from duovolt.runtime.parallel.region import Region, region_bytes
 from duovolt.runtime.parallel.shared import SHARED_DIR
 from duovolt.runtime.parallel.twins import Heard, run_twins
@@ -68,6 +69,7 @@ def tried(make: Callable[[MailboxCollective], CpuDeviceCollective], timeout: flo
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "GATHERS", ((1, 1), (4, 3), (1, 513)))
     monkeypatch.setattr(trial, "TOKENS", (2, 4))
+    monkeypatch.setattr(trial, "LARGE", (30, 5120))
 
 
 def test_a_right_link_passes(small: None) -> None:
@@ -131,11 +133,11 @@ def twice(*finds: dict) -> tuple[Heard, Heard]:
     return heard(*finds), heard(*finds)
 
 
-def test_the_faster_mailbox_is_chosen_and_nccl_takes_large_messages() -> None:
+def test_the_faster_mailbox_is_chosen() -> None:
     script = Script(twice(good("ipc", 4.0), good("host", 9.0), good("nccl", 17.0)))
-    made = choose("auto", ["0", "1"], None, script)
-    assert (made.small, made.nccl, made.peer_memory) == ("ipc", True, True)
-    assert str(made) == "ipc, large messages nccl; found: ipc right, 4.0 us; host right, 9.0 us; nccl right, 17.0 us"
+    made = choose("auto", run=script)
+    assert (made.small, made.nccl_from, made.peer_memory) == ("ipc", None, True)
+    assert str(made) == "ipc, large messages too; found: ipc right, 4.0 us; host right, 9.0 us; nccl right, 17.0 us"
     assert script.asked == [["ipc", "host", "nccl"]]
     slow_link = Script(
         (
@@ -143,22 +145,22 @@ def test_the_faster_mailbox_is_chosen_and_nccl_takes_large_messages() -> None:
             heard(good("ipc", 49e3), good("host", 9.1), good("nccl", 17.0)),
         )
     )
-    assert choose("auto", ["0", "1"], None, slow_link).small == "host"  # the slower rank counts
+    assert choose("auto", run=slow_link).small == "host"  # the slower rank counts
 
 
 def test_a_wrong_link_is_not_used_and_nccl_is_kept_from_it() -> None:
     script = Script(
         (heard(good("ipc", 4.0), good("host", 9.0), good("nccl")), heard(bad("ipc"), good("host", 9.0), good("nccl")))
     )
-    made = choose("auto", ["0", "1"], None, script)
-    assert (made.small, made.nccl, made.peer_memory) == ("host", True, False)
+    made = choose("auto", run=script)
+    assert (made.small, made.peer_memory) == ("host", False)
     assert "ipc not used (7 sums were wrong)" in str(made)
 
 
 def test_a_link_that_hangs_costs_its_children_only() -> None:
     hung = (heard({"began": "ipc"}, exit_code=None), heard({"began": "ipc"}, exit_code=None))
     script = Script(hung, twice(good("host", 9.0), good("nccl")))
-    made = choose("auto", ["0", "1"], None, script)
+    made = choose("auto", run=script)
     assert (made.small, made.peer_memory) == ("host", False)
     assert script.asked == [["ipc", "host", "nccl"], ["host", "nccl", "distrusted"]]
     assert "ipc not used (rank 0's trial hung)" in str(made)
@@ -170,40 +172,60 @@ def test_whatever_dies_is_named_and_the_end_is_an_error_not_a_loop() -> None:
     with pytest.raises(
         EnvironmentFault, match=r"cannot exchange data: ipc not used .rank 0's trial ended with exit code -11: Seg"
     ) as error:
-        choose("auto", ["0", "1"], None, script)
+        choose("auto", run=script)
     assert "host not used" in str(error.value) and "nccl not used" in str(error.value)
     assert [len(asked) for asked in script.asked] == [3, 3, 2]
 
 
-def test_a_distrusted_link_is_not_tried_unless_it_is_wished_for() -> None:
-    script = Script(twice(good("host", 9.0), good("nccl")))
-    made = choose("auto", ["0", "1"], "the IOMMU translates", script)
-    assert script.asked == [["host", "nccl", "distrusted"]]
+def test_a_distrusted_link_is_tried_where_it_is_wished_for() -> None:
+    script = Script(twice(bad("ipc", "the IOMMU translates"), good("host", 9.0), good("nccl")))
+    made = choose("auto", run=script)
     assert (made.small, made.peer_memory) == ("host", False)
     script = Script(twice(good("ipc", 4.0), good("nccl")))
-    made = choose("ipc", ["0", "1"], "the IOMMU translates", script)
-    assert script.asked == [["ipc", "nccl"]] and (made.small, made.peer_memory) == ("ipc", True)
+    made = choose("ipc", run=script)
+    assert script.asked == [["ipc", "nccl", "trusted"]] and (made.small, made.peer_memory) == ("ipc", True)
+
+
+def test_nccl_takes_what_it_is_faster_at() -> None:
+    def large(transport: str, *times: float) -> dict:
+        return good(transport, 5.0) | {"large": dict(zip(("524288", "1048576", "2097152"), times, strict=True))}
+
+    for nccl_times, expected in (
+        ((20, 22, 24), 1048576),
+        ((9, 9, 9), 524288),
+        ((20, 22, 60), None),
+        ((9, 60, 9), 2097152),
+    ):
+        made = choose("ipc", run=Script(twice(large("ipc", 10, 24, 40), large("nccl", *nccl_times))))
+        assert made.nccl_from == expected
+    assert "nccl from 2048 KB" in str(made)
+
+
+def test_what_others_report_of_an_nccl_is_told() -> None:
+    made = choose("nccl", run=Script(twice(good("nccl", 17.0) | {"note": "illegal memory access"})))
+    assert str(made) == "nccl; found: nccl right, 17.0 us, though reported: illegal memory access"
 
 
 def test_a_wish_that_fails_is_refused_and_not_replaced() -> None:
     with pytest.raises(
         EnvironmentFault, match=r"--collective ipc: ipc not used .7 sums were wrong.*Try --collective auto"
     ):
-        choose("ipc", ["0", "1"], None, Script(twice(bad("ipc"), good("nccl"))))
-    only = choose("auto", ["0", "1"], None, Script(twice(bad("ipc"), bad("host"), good("nccl"))))
-    assert (only.small, only.nccl) == ("nccl", True)
-    without = choose("host", ["0", "1"], None, Script(twice(good("host"), bad("nccl"))))
-    assert (without.small, without.nccl) == ("host", False)
+        choose("ipc", run=Script(twice(bad("ipc"), good("nccl"))))
+    only = choose("auto", run=Script(twice(bad("ipc"), bad("host"), good("nccl"))))
+    assert (only.small, only.nccl_from) == ("nccl", None)
+    without = choose("host", run=Script(twice(good("host"), bad("nccl"))))
+    assert (without.small, without.nccl_from) == ("host", None)
 
 
 @pytest.mark.parametrize(
-    "made", [Choice("ipc", True, True, ()), Choice("host", False, False, ()), Choice("nccl", True, False, ())]
+    "made",
+    [Choice("ipc", 1 << 20, True), Choice("host", None, False), Choice("nccl", None, True), Choice("host", 512, False)],
 )
 def test_a_choice_travels_as_a_word(made: Choice) -> None:
     assert Choice.parse(made.argument) == made
 
 
-@pytest.mark.parametrize("text", ["", "auto", "ipc,x", "peer"])
+@pytest.mark.parametrize("text", ["", "auto", "ipc,x", "peer", "ipc,nccl=", "ipc,peer,nccl=5", "ipc,nccl=1,nccl=2"])
 def test_a_word_that_is_no_choice_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="expected host, ipc or nccl"):
         Choice.parse(text)
@@ -272,7 +294,8 @@ def test_a_twin_that_dies_leaves_its_last_words(twin_module: str) -> None:
     assert first.exit_code == 1 and first.errors == "last words"
 
 
-@pytest.mark.parametrize("door", [None, pytest.param("1:200:drop", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("door", [None, "1:200:drop"])
 def test_the_probe_of_two_processes(monkeypatch: pytest.MonkeyPatch, door: str | None) -> None:
     if door:
         monkeypatch.setenv(MAILBOX_DOOR, door)
