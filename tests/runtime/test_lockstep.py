@@ -73,6 +73,9 @@ def test_equal_records_agree_on_the_smaller_count_and_all_cancels(steps: list[tu
         {"position": 776},
         {"free_pages": 11},
         {"pending": 0},
+        {"cached_tokens": 64},
+        {"prefixes": 3},
+        {"evicted": 1},
     ],
 )
 def test_any_difference_is_a_failure_on_both_ranks_with_both_records(change: dict[str, Any]) -> None:
