@@ -15,6 +15,7 @@ import torch
 from ..checkpoint.errors import DuovoltError, InputError, one_line
 from ..kernels.module import arches_for, forced_arch
 from ..kernels.tuning import Choice, using
+from . import collective
 from .curve import READ, Curve
 from .curve_measure import Wanted, measure_curve
 from .doctor.facts import Facts, Probes, examine
@@ -40,6 +41,13 @@ class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     microseconds: float
 
 
+class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message between two cards: microseconds by way (ipc, host, nccl), the slower rank's."""
+
+    message: str
+    microseconds: dict[str, float]
+
+
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of it. `missing`: what could not be done, and why. `machine` None: no card."""
 
@@ -50,6 +58,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     curve: Curve | None
     slice: list[SliceRow]
     missing: list[str]
+    exchanges: list[Exchange] = []
     format: str = FORMAT
 
     def __post_init__(self) -> None:
@@ -91,9 +100,12 @@ def selftest(probes: Probes, tell: Tell, quick: bool = False) -> Report:
         wanted = Wanted(KERNELS, steps=1, variations=False)
         curve = _attempt("bandwidth", lambda: measure_curve(device, wanted, tell), missing, tell)
         rows = _attempt("a slice of the 27B", lambda: measure_slice(device, tell), missing, tell)
-    if len(facts.cards) > 1:
-        missing.append("collectives: `duovolt bench collective` measures them")
-    return Report(facts, machine, answers, tuned, curve, rows or [], missing)
+    exchanges: list[Exchange] | None = []
+    if torch.cuda.device_count() > 1:
+        exchanges = _attempt("exchanges between two cards", lambda: _exchanges(missing), missing, tell)
+    else:
+        missing.append("exchanges: two cards are needed")
+    return Report(facts, machine, answers, tuned, curve, rows or [], missing, exchanges or [])
 
 
 def read_report(path: Path) -> Report:
@@ -151,6 +163,13 @@ def _on_card(device: torch.device, missing: list[str], tell: Tell) -> list[Answe
 def _tuned(device: torch.device, tell: Tell) -> Tuned:
     best = tune(device, tell)
     return Tuned(best.chosen, best.microseconds)
+
+
+def _exchanges(missing: list[str]) -> list[Exchange]:
+    """Every message of `bench collective`; a way that failed is noted."""
+    found = collective.measure(collective.WAYS)
+    missing += [f"exchange, {way}: {without_places(why)[:300]}" for way, why in found.missing.items()]
+    return [Exchange(row.message.strip(), row.microseconds) for row in found.rows]
 
 
 def _attempt(what: str, step: Callable[[], Result], missing: list[str], tell: Tell) -> Result | None:

@@ -31,6 +31,9 @@ def report_lines(report: Report) -> list[str]:
             printed.append(f"{series.kernel:<6} GB/s: {points}{refused}")
     if report.slice:
         printed += ["", *slice_lines(report)]
+    for exchange in report.exchanges:
+        ways = ", ".join(f"{way} {us:.1f} us" for way, us in exchange.microseconds.items())
+        printed.append(f"exchange, {exchange.message}: {ways}")
     printed += ["", *(f"not done: {one}" for one in report.missing)] if report.missing else []
     return ["".join(c if c.isprintable() else "?" for c in one) for one in printed]  # a report may come from anyone
 

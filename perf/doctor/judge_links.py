@@ -29,7 +29,10 @@ def translated(cards: list[Card]) -> list[str]:
 
 
 def _iommu(cards: list[Card]) -> Iterator[Finding]:
-    if found := translated(cards):
+    found = translated(cards)
+    if found and all(card.nvlinks for card in cards):
+        yield Finding("good", "IOMMU", f"group type {', '.join(found)}, which NVLink does not pass through")
+    elif found:
         yield Finding(
             "limited", "IOMMU", f"translates the cards' addresses (group type {', '.join(found)}): "
             "peer access is not trusted, the ranks meet in host memory", _IOMMU_REMEDY,

@@ -18,13 +18,13 @@ from duovolt.kernels.delta import delta_decode_reference
 from duovolt.kernels.norm import gated_rms_norm_reference, rms_norm_reference
 from duovolt.kernels.rope import qkv_rope_reference
 from duovolt.kernels.tuning import Choice
-from duovolt.perf import known_answers, selftest, selftest_slice
+from duovolt.perf import collective, known_answers, selftest, selftest_slice
 from duovolt.perf.curve import READ, Curve, Point, Series
 from duovolt.perf.device_timing import Timing
 from duovolt.perf.doctor.facts import Facts
 from duovolt.perf.kernels import Case as LinearCase
 from duovolt.perf.known_answers import Answer, answers_of_torch, answers_on, cases
-from duovolt.perf.selftest import Report, Tuned, read_report, without_places
+from duovolt.perf.selftest import Exchange, Report, Tuned, read_report, without_places
 from duovolt.perf.selftest_report import report_lines
 from duovolt.perf.selftest_slice import SliceRow, measure_slice
 from duovolt.runtime.engine.cuda.selftest import Case
@@ -55,7 +55,8 @@ def v100_report() -> Report:
     answers = [Answer("linear nvfp4", "sm_70", 1e-4), Answer("norm", "sm_70", 2e-4)]
     cards = [PCIE_V100, change(PCIE_V100, index=1)]
     facts = Facts(cards, None, SOFTWARE, HOST, [LINK])
-    return Report(facts, MACHINE, answers, Tuned(Choice(), 12.5), curve, rows, ["collectives: elsewhere"])
+    return Report(facts, MACHINE, answers, Tuned(Choice(), 12.5), curve, rows, ["a thing: why"],
+                  [Exchange("sum 40 KB", {"host": 16.0})])  # fmt: skip
 
 
 def test_without_a_card_torch_is_tested_and_the_rest_is_named(capsys, tmp_path, monkeypatch):
@@ -138,8 +139,15 @@ def test_a_card_is_tested_step_by_step_and_a_failed_step_is_noted(monkeypatch):
     )
     monkeypatch.setattr(selftest, "measure_curve", broken)
     monkeypatch.setattr(selftest, "measure_slice", measured)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    between = collective.Report([collective.Row("  sum 40 KB", {"ipc": 4.0})], {}, {"nccl": "no code in /usr/lib/x.so"})
+    monkeypatch.setattr(collective, "measure", lambda ways: between)
     steps: list[str] = []
     report = selftest.selftest(Machine(), steps.append)
+    assert (
+        report.exchanges == [Exchange("sum 40 KB", {"ipc": 4.0})]
+        and "exchange, nccl: no code in PLACE" in report.missing
+    )
     assert done == ["slice"] and report.slice and report.curve is None
     assert report.tuned == Tuned(Choice(), 9.0)
     assert "bandwidth: out of memory in PLACE on ID" in report.missing
@@ -164,7 +172,7 @@ def test_a_report_is_read_beside_the_prediction_for_its_card(tmp_path, capsys):
     assert "by the card file v100-1107: four layers predicted" in out and "ms a round" in out
     assert "80% of a plain read" in out and "no number: the queue ran dry" in out
     assert "answers, sm_70: 2 of 2 families right, largest relative error 2.0e-04" in out
-    assert "not done: collectives: elsewhere" in out
+    assert "not done: a thing: why" in out and "exchange, sum 40 KB: host 16.0 us" in out
 
 
 @pytest.mark.parametrize(

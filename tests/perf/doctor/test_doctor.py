@@ -112,6 +112,7 @@ def test_torch_without_code_for_the_card(software, words):
         ((2, 28, 3), ["sm_70", "sm_90"], "good", "2.28.3, code for sm_70, sm_90"),
         ((2, 28, 3), None, "limited", "NCCL 2.28.3 may hold no code for sm_70"),
         ((2, 21, 5), None, "good", "2.21.5"),
+        ((2, 26, 2), ["sm_70"], "good", "reported of it: illegal memory access"),
         (None, None, "limited", "torch has no NCCL"),
     ],
 )
@@ -144,6 +145,8 @@ def test_an_iommu_that_translates(kind):
     findings = found(Machine(*cards))
     assert line(findings, "IOMMU", f"group type {kind}").grade == "limited"
     assert "iommu=pt" in line(findings, "IOMMU", kind).remedy
+    linked = found(Machine(*[change(SXM2_V100, iommu=kind)] * 2))
+    assert line(linked, "IOMMU", "NVLink does not pass through").grade == "good"
     assert line(found(Machine(*[change(PCIE_V100, iommu="identity")] * 2)), "IOMMU", "identity").grade == "good"
 
 
