@@ -70,7 +70,8 @@ class MachineProbes:
 def torch_arches() -> list[str]:
     """What torch was built for, whether or not a driver answers."""
     flags = getattr(torch._C, "_cuda_getArchFlags", None)  # get_arch_list() is empty without a card
-    return sorted((flags() or "").split()) if flags is not None else torch.cuda.get_arch_list()
+    found = (flags() or "").split() if flags is not None else torch.cuda.get_arch_list()
+    return sorted(found, key=lambda name: (len(name.rpartition("_")[2]), name))
 
 
 def nvidia_on_bus(root: Path) -> tuple[str, ...]:
