@@ -104,7 +104,7 @@ class Draws:
 class Pass:
     """The rows of a pass, T = S * rows, and what is decided behind it, R rows; int32 but where said otherwise.
 
-    tokens, slots, places, homes [T] and positions [3, T]; places: index of the token, -1 where the row is not used;
+    tokens, slots, places, homes [T] and positions [3, T]; places: index of the token in `tables`, -1: the row is not used;
         homes: the row of what the lanes keep [lanes * 6] that belongs to it
     lanes, starts, counts, firsts, picked [S]; picked: the last used row; tables [S, pages]
     row_lanes, drafts, sources [R], drafted [R, 5], chances float64 [R]
