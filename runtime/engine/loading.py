@@ -10,6 +10,7 @@ from ..images.processor import ImageProcessor
 from ..parallel.base import Collective
 from .engine import PREFILL_CHUNK, Engine
 from .model import Model
+from .prefix import INTERVAL
 from .reference import ReferenceExecutor
 from .sources import open_source
 from .vision import VisionTower
@@ -22,6 +23,7 @@ DraftHeadChoice = Literal["auto", "on", "off"]
 class EngineSettings:
     """Choices of the server; the same on every rank. `n_sampleable` None: as many as the directory's tokenizer has.
 
+    `prefix_bytes`: memory for the states of prefixes kept for later prompts, one at least each `prefix_interval` tokens.
     `draft_head`: draw drafts with the reduced head: where there is one (`auto`), in any case (`on`), never (`off`).
     """
 
@@ -32,6 +34,8 @@ class EngineSettings:
     n_sampleable: int | None = None
     drafts_from: list[list[int]] | None = None
     draft_head: DraftHeadChoice = "auto"
+    prefix_bytes: int = 0
+    prefix_interval: int = INTERVAL
 
 
 def tokenizer_ids(directory: Path, vocabulary: int) -> int:
@@ -98,4 +102,6 @@ def load_engine(directory: Path, collective: Collective, settings: EngineSetting
         tokenizer=path if (path := directory / "tokenizer.json").exists() else None,
         processor=processor,
         image_token=source.config.image_token,
+        prefix_bytes=settings.prefix_bytes,
+        prefix_interval=settings.prefix_interval,
     )

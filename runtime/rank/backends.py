@@ -71,9 +71,11 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
         prefill_chunk=options.prefill_chunk,
         drafts_from=None if options.drafts_from is None else json.loads(options.drafts_from.read_bytes()),
         draft_head=cast(DraftHeadChoice, options.draft_head),
+        prefix_bytes=options.prefix_bytes,
+        prefix_interval=options.prefix_interval,
     )
     engine = load_engine(options.dir, collective, settings)
-    return engine, dict(engine.executor.facts)
+    return engine, engine.facts
 
 
 def versions(backend: str) -> dict[str, str]:
