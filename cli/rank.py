@@ -26,6 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exchange-seconds", type=float, required=True, help="longest wait for the other rank")
     parser.add_argument("--ends", default="", metavar="IDS", help="ids that end an answer, with commas between")
     parser.add_argument("--draft-head", choices=("auto", "on", "off"), default="auto", help="as for serve")
+    parser.add_argument("--prefix-bytes", type=int, default=0, help="memory for the states of kept prefixes")
+    parser.add_argument("--prefix-interval", type=int, default=8192, help="as for serve")
     parser.add_argument("--drafts-from", type=Path, help="JSON list of lists: the drafts of each round")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..kernels.attention import shared_bytes as attention_shared_bytes
-from ..kernels.build import build
+from ..kernels.build import build, sources
 from ..kernels.delta_chunks import CHUNK, PREPARE_BYTES, scan_shared_bytes
 from ..kernels.kvcache import DIM, PAGE
 from ..kernels.prefill_attention import ROWS, own_shared_bytes
@@ -91,10 +91,6 @@ UNITS: Mapping[str, Mapping[str, Unit]] = {
         "qkv_rope_int8": Unit(128, LARGEST, 6 * DIM, warps=1, flight=4 * 4 * DIM),
         "qkv_rope_fp16": Unit(128, LARGEST, 6 * DIM, warps=1, flight=4 * 4 * DIM),
     },
-    "linear_8.cu": {},
-    "linear_16.cu": {},
-    "linear_24.cu": {},
-    "sampling.cu": {}, "speculation.cu": {}, "logprobs.cu": {}, "kvcache.cu": {}, "dequantise.cu": {},
 }  # fmt: skip
 
 
@@ -146,7 +142,8 @@ def report_families(tools: tuple[Path, Path | None] | None = None) -> list[Famil
     ptxas, disassembler = tools or (find_ptxas(), find_disassembler())
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for source, units in UNITS.items():
+        for source in sources():
+            units = UNITS.get(source, {})
             cubin = Path(folder) / f"{source}.cubin"
             resources = assemble(ptxas, build(source, ARCH).image, cubin)
             listing = disassemble(disassembler, cubin) if disassembler and units else {}

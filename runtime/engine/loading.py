@@ -10,6 +10,8 @@ from ..images.processor import ImageProcessor
 from ..parallel.base import Collective
 from .engine import PREFILL_CHUNK, Engine
 from .model import Model
+from .prefix import INTERVAL
+from .reference import ReferenceExecutor
 from .sources import open_source
 from .vision import VisionTower
 from .weights import load_weights
@@ -21,6 +23,7 @@ DraftHeadChoice = Literal["auto", "on", "off"]
 class EngineSettings:
     """Choices of the server; the same on every rank. `n_sampleable` None: as many as the directory's tokenizer has.
 
+    `prefix_bytes`: memory for the states of prefixes kept for later prompts, one at least each `prefix_interval` tokens.
     `draft_head`: draw drafts with the reduced head: where there is one (`auto`), in any case (`on`), never (`off`).
     """
 
@@ -31,6 +34,8 @@ class EngineSettings:
     n_sampleable: int | None = None
     drafts_from: list[list[int]] | None = None
     draft_head: DraftHeadChoice = "auto"
+    prefix_bytes: int = 0
+    prefix_interval: int = INTERVAL
 
 
 def tokenizer_ids(directory: Path, vocabulary: int) -> int:
@@ -75,19 +80,28 @@ def load_engine(directory: Path, collective: Collective, settings: EngineSetting
             "recipe, or leave the option out."
         )
     weights, vision = load_weights(source), source.config.vision
-    tower = None
+    processor = tower = None
     if weights.vision is not None and vision is not None:
-        tower = VisionTower(weights.vision, ImageProcessor.read(directory, vision))
-    model = Model(weights, collective, settings.max_context, settings.draft_head != "off")
-    return Engine(
-        model,
-        collective,
+        processor = ImageProcessor.read(directory, vision)
+        tower = VisionTower(weights.vision, processor)
+    executor = ReferenceExecutor(
+        Model(weights, collective, settings.max_context, settings.draft_head != "off"),
         max_context=settings.max_context,
         lanes=settings.lanes,
-        drafts=settings.drafts,
+        drafts=settings.drafts if settings.drafts_from is None else 0,
+        n_sampleable=sampleable,
+        tower=tower,
+    )
+    return Engine(
+        executor,
+        max_context=settings.max_context,
+        lanes=settings.lanes,
         n_sampleable=sampleable,
         prefill_chunk=settings.prefill_chunk,
         drafts_from=settings.drafts_from,
         tokenizer=path if (path := directory / "tokenizer.json").exists() else None,
-        tower=tower,
+        processor=processor,
+        image_token=source.config.image_token,
+        prefix_bytes=settings.prefix_bytes,
+        prefix_interval=settings.prefix_interval,
     )

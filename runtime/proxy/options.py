@@ -10,6 +10,7 @@ from pathlib import Path
 class ServeOptions:
     """As `duovolt serve --help` tells.
 
+    `prefix_cache`: bytes; 0 keeps no prefixes.
     `max_context` None means the model's own limit, at most 32768; `log_requests` of "-" is standard output.
     """
 
@@ -21,6 +22,8 @@ class ServeOptions:
     draft_head: str = "auto"
     drafts_from: Path | None = None
     prefill_chunk: int = 512
+    prefix_cache: int = 2 << 30
+    prefix_interval: int = 8192
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None

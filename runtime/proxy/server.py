@@ -21,7 +21,7 @@ from .connections import PatientProtocol
 from .errors import unavailable
 from .hub import Hub
 from .log_file import LogFile
-from .notify import notify
+from .notify import keep_alive, notify
 from .options import ServeOptions
 from .origins import allow_origins
 from .plan import ServePlan, make_plan
@@ -94,6 +94,7 @@ class _Server:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         ranks = asyncio.create_task(self._supervisor.run())
         stop = asyncio.create_task(self._first_signal.wait())
+        alive = asyncio.create_task(keep_alive())
         tokenizer = self._plan.tokenizer
         ready = asyncio.create_task(self.workers.run(prepare, tokenizer.file, tokenizer.size, tokenizer.stop_ids))
         try:
@@ -107,6 +108,7 @@ class _Server:
             stop.cancel()
             ready.cancel()
             await asyncio.gather(ranks, http, stop, ready, return_exceptions=True)
+            alive.cancel()
         for task in (ranks, http):
             task.result()  # raises what ended it
         return 0
@@ -162,7 +164,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket, bound before anything is started. Raises EnvironmentFault if the address is not to be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # With its protocol named, or asyncio does not know it for TCP and lets the first token wait 40 ms for an ACK.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()

@@ -71,11 +71,11 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
         prefill_chunk=options.prefill_chunk,
         drafts_from=None if options.drafts_from is None else json.loads(options.drafts_from.read_bytes()),
         draft_head=cast(DraftHeadChoice, options.draft_head),
+        prefix_bytes=options.prefix_bytes,
+        prefix_interval=options.prefix_interval,
     )
     engine = load_engine(options.dir, collective, settings)
-    rows = engine.model.draft_rows
-    pages = str(2 * engine.cache.pages)  # the main layers' and the MTP layer's
-    return engine, {"kv": "float32", "kv_pages": pages, "draft_head": f"{rows}-rows" if rows else "full"}
+    return engine, engine.facts
 
 
 def versions(backend: str) -> dict[str, str]:

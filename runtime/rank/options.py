@@ -27,6 +27,8 @@ class RankOptions:
     drafts_from: Path | None = None
     ends: str = ""
     draft_head: str = "auto"
+    prefix_bytes: int = 0
+    prefix_interval: int = 8192
 
     def arguments(self) -> list[str]:
         """The command line after `duovolt rank`."""

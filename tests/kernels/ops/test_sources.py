@@ -9,7 +9,19 @@ from duovolt.kernels import build as builder
 
 from .support import FORBIDDEN
 
-SOURCES = ("attention", "delta", "delta_chunks", "kvcache", "logprobs", "norm", "rope", "sampling", "speculation")
+SOURCES = (
+    "attention",
+    "attention_prefill",
+    "delta",
+    "delta_chunks",
+    "kvcache",
+    "logprobs",
+    "norm",
+    "rope",
+    "round",
+    "sampling",
+)
+SOURCES += ("speculation", "staging")
 
 
 @pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])
