@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", required=True, help="socket of the proxy")
     parser.add_argument("--shared", required=True, help="name of the shared-memory file")
     parser.add_argument("--parent", type=int, required=True, help="pid of the proxy; the rank dies with it")
-    parser.add_argument("--backend", required=True, help="reference or scripted:FILE")
+    parser.add_argument("--backend", required=True, help="reference, cuda or scripted:FILE")
     parser.add_argument("--max-context", type=int, required=True, help="tokens of prompt and answer together")
     parser.add_argument("--lanes", type=int, required=True, help="answers made at once")
     parser.add_argument("--drafts", type=int, required=True, help="tokens drafted a round")
@@ -26,6 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exchange-seconds", type=float, required=True, help="longest wait for the other rank")
     parser.add_argument("--ends", default="", metavar="IDS", help="ids that end an answer, with commas between")
     parser.add_argument("--draft-head", choices=("auto", "on", "off"), default="auto", help="as for serve")
+    parser.add_argument("--device", default="cpu", help="cuda:N, or cpu for the kernels' torch references")
+    parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="as for serve")
+    parser.add_argument("--graphs", choices=("on", "off"), default="on", help="as for serve")
+    parser.add_argument("--pages", type=int, default=0, help="pages of the pool; 0: enough for every lane")
+    parser.add_argument("--cpus", default="", metavar="LIST", help="CPUs near the card, with commas between")
     parser.add_argument("--drafts-from", type=Path, help="JSON list of lists: the drafts of each round")
 
 

@@ -10,12 +10,16 @@ from pathlib import Path
 class ServeOptions:
     """As `duovolt serve --help` tells.
 
-    `max_context` None means the model's own limit, at most 32768; `log_requests` of "-" is standard output.
+    `max_context` 0 is `auto`: on cards the longest that fits, else as None, the model's own limit, at most 32768 (on cards
+    None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `log_requests` of "-" is standard output.
     """
 
     ranks: Path
     backend: str = "auto"
     max_context: int | None = None
+    devices: str | None = None
+    kv: str = "int8"
+    graphs: str = "on"
     lanes: int = 1
     drafts: int = 3
     draft_head: str = "auto"

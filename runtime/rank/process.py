@@ -81,7 +81,6 @@ def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
     engine, facts = build_engine(options, mailbox)
     progress = ProgressCounter(region, options.rank)
     progress.tick(busy=False)
-    facts["collective"] = "solo" if mailbox is None else "mailbox-cpu"
     socket.send(encode(Ready(options.rank, facts)))
     return RankLoop(engine, lockstep, socket, progress)
 
