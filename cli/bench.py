@@ -5,6 +5,8 @@ import importlib
 
 # What -> (module in this package, one line of help).
 TASKS = {
+    "curve": ("bench_curve", "read bandwidth of a GPU against bytes a kernel, cold"),
+    "engine": ("bench_engine", "decode rounds and first tokens of a rank, beside the floor of their reads"),
     "kernels": ("bench_kernels", "GPU kernels beside the plain read of the same bytes and beside cuBLAS"),
     "pipeline": ("bench_pipeline", "quantising and whole stages beside peers, cp, cat and xxh3"),
     "serve": ("bench_serve", "what the server costs a token, over scripted answers"),

@@ -7,7 +7,7 @@ values; drafts are forced to stand, so that every round does the same work.
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +18,13 @@ from ..runtime.engine.lane import Lane
 from ..runtime.engine.pages import pages_for
 from ..runtime.messages import GenerateRequest, SamplingParams
 from ..runtime.parallel.device import check_gather, check_reduce
+from .curve import READ, Point, Series
+from .kernels import read_seconds
+from .ledger import Ledger
 
 WARM_ROUNDS = 6
 PROFILED_ROUNDS = 6
+CURVE_BYTES = tuple(int((1 << 18) * 2 ** (half / 2)) & ~15 for half in range(24))  # 256 KB to 0.7 GB
 FAMILIES = (  # kernel family -> what its kernels' names hold; the first that fits
     ("attention", re.compile(r"attention|gather_(int8|fp16)|flash|fmha", re.I)),
     ("delta", re.compile(r"delta", re.I)),
@@ -145,8 +149,7 @@ class Bench:
         return lane
 
     def _lane(self, number: int, prompt: list[int], limit: int) -> Lane:
-        sampling = SamplingParams(temperature=0.0)
-        request = GenerateRequest(number, prompt, sampling, max_tokens=limit, stop_ids=[], ignore_eos=True)
+        request = GenerateRequest(number, prompt, limit, [], True, SamplingParams(temperature=0.0))
         pages = range(number * self._share, number * self._share + min(self._share, pages_for(len(prompt) + limit + 8)))
         return Lane(number, request, limit, list(pages))
 
@@ -202,6 +205,26 @@ def family_of(kernel: str) -> str:
     return next((family for family, pattern in FAMILIES if pattern.search(kernel)), "rest")
 
 
-def floor_seconds(reads: list[float], seconds_of: Callable[[float], float], collectives: float = 0.0) -> float:
-    """The time of plain reads of as many bytes, one kernel each, and of the collectives."""
-    return sum(seconds_of(nbytes) for nbytes in reads if nbytes > 0) + collectives
+def read_curve_here(device: torch.device, sizes: Sequence[int] = CURVE_BYTES) -> Series:
+    """Plain reads of some sizes on this card, now: what the floor is measured with."""
+    points = []
+    for nbytes in sizes:
+        seconds = read_seconds(nbytes, device)
+        gbps = nbytes / seconds / 1e9
+        points.append(Point(nbytes, gbps, gbps, 0.0))
+    major, minor = torch.cuda.get_device_capability(device)
+    return Series(READ, f"sm_{major}{minor}", points)
+
+
+def floor_of(ledger: Ledger, curve: Series, collective_us: float = 0.0) -> float:
+    """Milliseconds of a round if every large read were a plain read of its bytes, and nothing else took time.
+
+    Reads of linears, heads, attention and the delta rule, each over the curve at its size; `collective_us` a collective.
+    """
+    total = 0.0
+    for launch in ledger.launches:
+        if launch.family == "collective":
+            total += collective_us * 1e-6
+        elif launch.family in ("linear", "head", "attention", "delta") and launch.read > 0:
+            total += curve.seconds(launch.read)
+    return total * 1e3
