@@ -112,7 +112,7 @@ class Bench:
         finally:
             for lane in opened:
                 self.executor.close(lane)
-            torch.cuda.synchronize()
+            self._settle()
         times.sort()
         tenth = len(times) // 10
         return RoundFigures(
@@ -126,7 +126,7 @@ class Bench:
         prompt = torch.randint(0, vocabulary, (tokens,), generator=generator).tolist()
         lane = self._lane(0, prompt, 8)
         self.executor.open(lane)
-        torch.cuda.synchronize()
+        self._settle()
         begun = time.perf_counter()
         while lane.read < tokens:
             count = min(chunk, tokens - lane.read)
@@ -138,6 +138,11 @@ class Bench:
         if outcome.fault is not None:
             raise EnvironmentFault(f"the first token after {tokens} tokens: {outcome.fault}")
         return PrefillFigures(tokens, chunk, seconds, self.executor.overflows)
+
+    def _settle(self) -> None:
+        """Wait for the card."""
+        if self.executor.state.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _at(self, number: int, depth: int, drafts: int, steps: int) -> Lane:
         lane = self._lane(number, [1] * depth, 1 + steps * (1 + drafts))
