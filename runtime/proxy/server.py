@@ -21,7 +21,7 @@ from .connections import PatientProtocol
 from .errors import unavailable
 from .hub import Hub
 from .log_file import LogFile
-from .notify import notify
+from .notify import keep_alive, notify
 from .options import ServeOptions
 from .origins import allow_origins
 from .plan import ServePlan, make_plan
@@ -107,6 +107,7 @@ class _Server:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         ranks = asyncio.create_task(self._supervisor.run())
         stop = asyncio.create_task(self._first_signal.wait())
+        alive = asyncio.create_task(keep_alive())
         tokenizer = self._plan.tokenizer
         ready = asyncio.create_task(self.workers.run(prepare, tokenizer.file, tokenizer.size, tokenizer.stop_ids))
         try:
@@ -120,6 +121,7 @@ class _Server:
             stop.cancel()
             ready.cancel()
             await asyncio.gather(ranks, http, stop, ready, return_exceptions=True)
+            alive.cancel()
         for task in (ranks, http):
             task.result()  # raises what ended it
         return 0

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .leaving import WAYS, client_leaves
 from .memory import can_unshare, full_at_restart, full_at_start
 from .mixed import mixed_requests
 from .strangers import second_rank_process, second_server
@@ -65,6 +66,10 @@ def trials(backend: str) -> Iterator[Trial]:
         yield from _doors(victim)
     yield Trial("a second process", "rank 1", "start", second_rank_process)
     yield Trial("a second server", "all", "decode", second_server)
+    for phase in ("queue", *(("prefill",) if not scripted else ()), "decode"):
+        for way in WAYS:
+            label = {"stream": "leaves a stream", "whole": "leaves a whole answer", "abort": "aborts"}[way]
+            yield Trial(label, "client", phase, client_leaves(phase, way))
     if can_unshare():
         yield Trial("/dev/shm full", "all", "start", full_at_start)
         yield Trial("/dev/shm full", "all", "restart", full_at_restart)
