@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
         for lanes in args.lanes:
             found: RoundFigures = setup.rounds(context, lanes)
             floor = setup.floor(found)
-            rounds.append(asdict(found) | {"floor_ms": floor, "ratio": found.ms / floor, "tp": args.tp, "kv": args.kv})
+            figures = asdict(found)
+            figures |= figures.pop("seen")
+            rounds.append(figures | {"floor_ms": floor, "ratio": found.ms / floor, "tp": args.tp, "kv": args.kv})
             if not args.quiet:
                 print(_round_line(rounds[-1]), flush=True)
     prompts = []

@@ -59,12 +59,20 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class RoundFigures:
-    """Rounds at one depth. Milliseconds a round: median, 10th and 90th percentile. Shares of a profiled pass.
+class Breakdown:
+    """Of a profiled pass. idle: part of the time in which no kernel ran, None: not profiled.
 
-    idle: part of the time in which no kernel ran; families: milliseconds a round of their kernels; kernels: name -> (launches
-    a round, milliseconds a round), longest first.
+    families: milliseconds a round of their kernels; kernels: name -> (launches a round, milliseconds a round), longest first.
     """
+
+    idle: float | None = None
+    families: dict[str, float] = field(default_factory=dict)
+    kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoundFigures:
+    """Rounds at one depth. Milliseconds a round: median, 10th and 90th percentile."""
 
     context: int
     lanes: int
@@ -73,9 +81,7 @@ class RoundFigures:
     ms_low: float
     ms_high: float
     rounds: int
-    idle: float | None = None
-    families: dict[str, float] = field(default_factory=dict)
-    kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
+    seen: Breakdown
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Bench:
                 begun = time.perf_counter()
                 self._round(opened)
                 times.append((time.perf_counter() - begun) * 1e3)
-            seen = self._profile(opened) if profile else {}
+            seen = self._profile(opened) if profile else Breakdown()
         finally:
             for lane in opened:
                 self.executor.close(lane)
@@ -116,7 +122,7 @@ class Bench:
         times.sort()
         tenth = len(times) // 10
         return RoundFigures(
-            depth, lanes, drafts, statistics.median(times), times[tenth], times[-1 - tenth], count, **seen
+            depth, lanes, drafts, statistics.median(times), times[tenth], times[-1 - tenth], count, seen
         )
 
     def prefill(self, tokens: int, chunk: int, seed: int = 0) -> PrefillFigures:
@@ -165,7 +171,7 @@ class Bench:
             lane.rounds += 1
             lane.add(outcome.tokens)
 
-    def _profile(self, lanes: list[Lane]) -> dict[str, object]:
+    def _profile(self, lanes: list[Lane]) -> Breakdown:
         """Kernels of some rounds, by the profiler: it makes short kernels look longer, so it has a pass of its own."""
         from torch.profiler import ProfilerActivity, profile
 
@@ -186,10 +192,10 @@ def _spans(events: object) -> Iterator[Span]:
             yield event.time_range.start, event.time_range.end, event.name
 
 
-def breakdown(spans: list[Span], rounds: int) -> dict[str, object]:
-    """idle, families and kernels of `RoundFigures` from kernels' times, sorted by their begin."""
+def breakdown(spans: list[Span], rounds: int) -> Breakdown:
+    """From kernels' times, sorted by their begin."""
     if not spans:
-        return {}
+        return Breakdown()
     busy, reached = 0.0, spans[0][0]
     families: dict[str, float] = {}
     kernels: dict[str, tuple[float, float]] = {}
@@ -202,7 +208,7 @@ def breakdown(spans: list[Span], rounds: int) -> dict[str, object]:
         kernels[name] = launches + 1 / rounds, ms + (end - begin) / 1e3 / rounds
     whole = reached - spans[0][0]
     longest = sorted(kernels.items(), key=lambda item: -item[1][1])
-    return {"idle": 1 - busy / whole if whole > 0 else 0.0, "families": families, "kernels": dict(longest)}
+    return Breakdown(1 - busy / whole if whole > 0 else 0.0, families, dict(longest))
 
 
 def family_of(kernel: str) -> str:

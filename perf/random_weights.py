@@ -31,7 +31,9 @@ def random_weights(
 
     Raises InputError for another encoding, or a model that cannot be split so.
     """
-    shapes, summed, cut = {}, set(), set()
+    shapes: dict[str, tuple[int, ...]] = {}
+    summed: set[str] = set()
+    cut: set[str] = set()
     specs = {name: spec for name, spec in inventory(config).items() if spec.group != "vision"}
     for name, spec in specs.items():
         split, shape = split_of(spec, config, tp), list(spec.shape)

@@ -72,9 +72,9 @@ def test_idle_is_what_no_kernel_covers() -> None:
     """Overlapping kernels count once; two rounds of 10 us each, of which 3 us are empty in all."""
     spans = [(0.0, 4.0, "linear_fp8"), (3.0, 9.0, "attention_int8_1"), (10.0, 18.0, "linear_fp8"), (20.0, 20.0, "x")]
     found = breakdown(spans, 2)
-    assert found["idle"] == pytest.approx(3 / 20)
-    assert found["families"] == pytest.approx({"linear": 0.006, "attention": 0.003, "rest": 0.0})
-    assert found["kernels"]["linear_fp8"] == pytest.approx((1.0, 0.006))
+    assert found.idle == pytest.approx(3 / 20)
+    assert found.families == pytest.approx({"linear": 0.006, "attention": 0.003, "rest": 0.0})
+    assert found.kernels["linear_fp8"] == pytest.approx((1.0, 0.006))
 
 
 def test_the_floor_is_the_sum_of_plain_reads() -> None:
