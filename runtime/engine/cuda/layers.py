@@ -19,6 +19,7 @@ from ....kernels.ops import Ops
 from ....kernels.round_state import Pass
 from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective
+from ..model import Observe
 from ..weights import Sizes
 from .state import CudaState
 from .weights import CudaAttention, CudaDelta, CudaLayer
@@ -34,6 +35,7 @@ class Common:
     ) -> None:
         self.ops, self.state, self.sizes, self.eps = ops, state, sizes, eps
         self.tables, self.axes, self.link = tables, axes, link
+        self.observe: Observe | None = None  # never while a graph is captured
 
 
 class Layers:
@@ -47,7 +49,7 @@ class Layers:
     def run(self, x: Tensor, layers: Sequence[CudaLayer], pools: Sequence[KVCache]) -> Tensor | None:
         """Move x float32 [T, H] through the layers, in place; what is still to be added to it, None if nothing is."""
         delta: Tensor | None = None
-        for layer in layers:
+        for number, layer in enumerate(layers):
             mixer, normed = layer.mixer, self.norm(x, layer.input_norm, delta)
             if isinstance(mixer, CudaAttention):
                 mixed = self.attention(mixer, normed, pools[layer.index])
@@ -56,6 +58,8 @@ class Layers:
             delta = self.project(mixer.output, mixed, x)
             normed = self.norm(x, layer.post_norm, delta)
             delta = self.project(layer.down, self.gated(layer, normed), x)
+            if self.common.observe is not None:
+                self.common.observe(number, x if delta is None else x + delta)
         return delta
 
     def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
