@@ -33,6 +33,7 @@ COMMANDS = {
     "predict": ("predict", "tokens a second of a card, a model and a depth, from bytes and bandwidth"),
     "synth": ("synth", "random or sparse checkpoints of a real model's shapes"),
     "doctor": ("doctor", "cards, links, driver, libraries: what will work, what will not, what to do"),
+    "selftest": ("selftest", "right answers and speed of a card, in a report that can be sent and read"),
     "bench": ("bench", "measure beside peers: kernels, whole stages, the server"),
     "kernels": ("kernels", "compile the CUDA kernels ahead of time"),
     "rank": ("rank", "one rank process (started by serve)"),

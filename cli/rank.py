@@ -29,6 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cuda:N, or cpu for the kernels' torch references")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="as for serve")
     parser.add_argument("--graphs", choices=("on", "off"), default="on", help="as for serve")
+    parser.add_argument("--draft-window", type=int, default=0, help="as for serve")
+    parser.add_argument("--collective", default="", metavar="CHOICE", help="what was chosen between the cards")
     parser.add_argument("--pages", type=int, default=0, help="pages of the pool; 0: enough for every lane")
     parser.add_argument("--cpus", default="", metavar="LIST", help="CPUs near the card, with commas between")
     parser.add_argument("--drafts-from", type=Path, help="JSON list of lists: the drafts of each round")

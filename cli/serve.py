@@ -38,6 +38,16 @@ def server_options() -> list[Option]:
         ),
         Option("kv", _one_of("int8", "fp16"), "keys and values on cards: int8 or fp16 (default: int8)"),
         Option("graphs", _one_of("on", "off"), "replay rounds as captured graphs, on cards (default: on)"),
+        Option(
+            "collective",
+            _one_of("auto", "host", "ipc", "nccl"),
+            "sums between two cards: tried and timed at start (auto), or through host memory, peer memory, NCCL",
+        ),
+        Option(
+            "draft-window",
+            _integer(0),
+            "tokens of context that drafting looks at, on cards; 0: all (default: 0)",
+        ),
         Option("lanes", _integer(1, 4), "answers made at once, 1 to 4 (default: 1)"),
         Option("drafts", _integer(0, 5), "tokens drafted a round, 0 to 5 (default: 3)"),
         Option(

@@ -5,6 +5,7 @@ torch 2.7.1 the last whose default build for it was found to hold its code.
 """
 
 import re
+from pathlib import Path
 
 from .fatbin import runs_on
 
@@ -14,6 +15,20 @@ OLDEST_BRANCH = 525  # the first that runs CUDA 12
 TORCH_FOR_VOLTA = "2.7.1"
 INSTALL_FOR_VOLTA = f'pip install "duovolt[cuda,serve]" torch=={TORCH_FOR_VOLTA}'
 NCCL_WITH_VOLTA = ((2, 21, 5), (2, 26, 2))  # builds of CUDA 12 between them were found to hold sm_70 code
+
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_DRIVER_VERSION = re.compile(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b")
+
+
+def driver_version(text: str | None = None) -> str | None:
+    """Version of the loaded kernel module, for example 580.159.04; None if there is none. `text`: instead of its file's."""
+    if text is None:
+        try:
+            text = _KERNEL_MODULE.read_text(errors="replace")
+        except OSError:
+            return None
+    found = _DRIVER_VERSION.search(text.partition("\n")[0])
+    return found[1] if found else None
 
 
 def architecture(capability: tuple[int, int]) -> str:

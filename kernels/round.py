@@ -48,6 +48,7 @@ def round_rows(
     kind: int,
     drafts: int,
     step: int = 0,
+    window: int = 0,
     certain: bool = False,
     copies: bool = False,
 ) -> None:
@@ -58,12 +59,13 @@ def round_rows(
               decision on draft `step`; VERIFY: the newest token and its drafts, and the decision on all of them
     drafts    drafts of the round; a lane near its limit has fewer
     produced  int32 [S], of the decision behind the pass: set to 0
+    window    pages of context that the pass attends to, besides the newest; 0: all. Places and starts count from the first
     certain   the drafts were given, or are the best ids
     copies    fill the pass's tables, too
 
     Raises InputError where shapes, dtypes or devices do not fit, EnvironmentFault if the kernel cannot start.
     """
-    rows = _checked_rows(order, lanes, draws, into, produced, kind, drafts, step)
+    rows = _checked_rows(order, lanes, draws, into, produced, kind, drafts, step, window)
     arguments = (
         *(
             order,
@@ -72,7 +74,7 @@ def round_rows(
             _pointers(PassPointers, into),
             produced,
         ),
-        *(lanes.lengths.shape[0], lanes.tables.shape[1], kind, step, rows, drafts, int(certain), int(copies)),
+        *(lanes.lengths.shape[0], lanes.tables.shape[1], kind, step, rows, drafts, window, int(certain), int(copies)),
     )
     launch(SOURCE, "round_rows", order.shape[0], _THREADS, arguments, order.device)
 
@@ -87,11 +89,12 @@ def round_rows_reference(
     kind: int,
     drafts: int,
     step: int = 0,
+    window: int = 0,
     certain: bool = False,
     copies: bool = False,
 ) -> None:
     """What `round_rows` writes, in torch on any device; reads the lanes on the host."""
-    rows = _checked_rows(order, lanes, draws, into, produced, kind, drafts, step)
+    rows = _checked_rows(order, lanes, draws, into, produced, kind, drafts, step, window)
     decided = rows if kind == VERIFY else 1
     sequences = order.shape[0]
     for sequence, own in enumerate(order.tolist()):
@@ -113,10 +116,11 @@ def round_rows_reference(
             VERIFY: ([newest, *known] if lane >= 0 else [], length),
         }[kind]
         count = len(tokens)
+        hidden = max(0, length // PAGE - window) if window else 0
         for row in range(rows):
             at, place, used = sequence * rows + row, start + row, row < count
             into.tokens[at] = tokens[row] if used else 0
-            into.places[at] = place if used else -1
+            into.places[at] = place - hidden * PAGE if used else -1
             into.homes[at] = lane * MOST_ROWS + row if used else 0
             into.positions[:, at] = _rotary(lanes, lane, place) if used else 0
             page = int(lanes.tables[lane, place // PAGE]) if used and place // PAGE < lanes.tables.shape[1] else -1
@@ -132,7 +136,7 @@ def round_rows_reference(
             into.sources[at] = row * sequences + sequence if drawn else -1
             into.chances[at] = draws.chance[row, sequence] if drawn else 1.0
         into.lanes[sequence] = lane if count else -1
-        into.starts[sequence], into.counts[sequence] = start, count
+        into.starts[sequence], into.counts[sequence] = start - hidden * PAGE, count
         into.firsts[sequence] = sequence * rows
         into.picked[sequence] = sequence * rows + max(count - 1, 0)
         into.deciding[sequence] = lane if (count > 0 if kind == VERIFY else drafting) else -1
@@ -141,7 +145,7 @@ def round_rows_reference(
         into.deciding_positions[sequence] = length + 1 + (0 if kind == VERIFY else step)
         if copies and lane >= 0:
             filled = min(lanes.tables.shape[1], (length + rows + PAGE) // PAGE)
-            into.tables[sequence, :filled] = lanes.tables[lane, :filled]
+            into.tables[sequence, : filled - hidden] = lanes.tables[lane, hidden:filled]
     produced.zero_()
 
 
@@ -237,11 +241,19 @@ def scatter_logits_reference(values: Tensor, ids: Tensor, out: Tensor) -> Tensor
 
 
 def _pointers(kind: type[Pointers], record: Lanes | Draws | Pass) -> Pointers:
-    return pointers(kind, {name: getattr(record, name) for name, _ in kind._fields_})
+    return pointers(kind, {field[0]: getattr(record, field[0]) for field in kind._fields_})
 
 
 def _checked_rows(
-    order: Tensor, lanes: Lanes, draws: Draws, into: Pass, produced: Tensor, kind: int, drafts: int, step: int
+    order: Tensor,
+    lanes: Lanes,
+    draws: Draws,
+    into: Pass,
+    produced: Tensor,
+    kind: int,
+    drafts: int,
+    step: int,
+    window: int,
 ) -> int:
     check_dimensions("order", order, 1, "[S]")
     sequences, device = order.shape[0], order.device
@@ -252,6 +264,8 @@ def _checked_rows(
         )
     if not 0 <= drafts <= draws.tokens.shape[0] or drafts > MAX_DRAFTS or not 0 <= step <= drafts:
         raise InputError(f"draft {step} of {drafts}: expected at most {min(draws.tokens.shape[0], MAX_DRAFTS)}.")
+    if window < 0:
+        raise InputError(f"a window of {window} pages: expected 0 (none) or more.")
     if kind == VERIFY and rows < 1 + drafts:
         raise InputError(f"{drafts} drafts are verified in {1 + drafts} rows a sequence, not in {rows}.")
     check("order", order, torch.int32, (sequences,), device)

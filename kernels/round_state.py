@@ -66,9 +66,15 @@ class Lanes:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
         return Lanes(
-            *(filled(0, lanes) for _ in range(3)),
-            *(filled(0, 3, lanes), filled(0, lanes), filled(-1, lanes, pages), filled(-1, lanes, STOPS)),
-            *(filled(0, lanes), filled(0, lanes, MOST_ROWS)),
+            lengths=filled(0, lanes),
+            limits=filled(0, lanes),
+            prompts=filled(0, lanes),
+            edges=filled(0, 3, lanes),
+            shifts=filled(0, lanes),
+            tables=filled(-1, lanes, pages),
+            stops=filled(-1, lanes, STOPS),
+            kept=filled(0, lanes),
+            next=filled(0, lanes, MOST_ROWS),
         )
 
 
@@ -98,7 +104,7 @@ class Draws:
 class Pass:
     """The rows of a pass, T = S * rows, and what is decided behind it, R rows; int32 but where said otherwise.
 
-    tokens, slots, places, homes [T] and positions [3, T]; places: index of the token, -1 where the row is not used;
+    tokens, slots, places, homes [T] and positions [3, T]; places: index of the token in `tables`, -1: the row is not used;
         homes: the row of what the lanes keep [lanes * 6] that belongs to it
     lanes, starts, counts, firsts, picked [S]; picked: the last used row; tables [S, pages]
     row_lanes, drafts, sources [R], drafted [R, 5], chances float64 [R]
@@ -136,15 +142,12 @@ class Pass:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        return Pass(
-            *(zeros(total), zeros(3, total), zeros(total), zeros(total), zeros(total)),
-            *(zeros(sequences) for _ in range(4)),
-            *(tables, zeros(sequences)),
-            *(zeros(decided), zeros(decided, MAX_DRAFTS), zeros(decided), zeros(decided)),
-            zeros(decided, dtype=torch.float64),
-            *(zeros(sequences) for _ in range(3)),
-            zeros(sequences, dtype=torch.int64),
-        )
+        parts = {name: zeros(total) for name in ("tokens", "slots", "places", "homes")}
+        parts |= {name: zeros(decided) for name in ("row_lanes", "drafts", "sources")}
+        parts |= {"positions": zeros(3, total), "tables": tables, "drafted": zeros(decided, MAX_DRAFTS)}
+        parts["chances"] = zeros(decided, dtype=torch.float64)
+        parts["deciding_positions"] = zeros(sequences, dtype=torch.int64)
+        return Pass(**{name: parts[name] if name in parts else zeros(sequences) for name in PASS})
 
     @property
     def sequences(self) -> Sequences:

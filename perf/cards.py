@@ -17,6 +17,7 @@ from ..checkpoint.encodings import tile_of, words_of
 from ..checkpoint.errors import InputError, one_line
 from .curve import READ, Curve, Point, Series, read_curve
 from .ledger import Launch
+from .machine import Machine
 
 LITTLE = 64 << 10  # bytes: below, a kernel's time is a constant
 _MAX_FILE = 1 << 20
@@ -132,7 +133,7 @@ def card_names() -> list[str]:
 def load_card(name_or_file: str) -> Card:
     """A known card, a card file (.toml), or a curve of `duovolt bench curve --json` (.json). Raises InputError."""
     if name_or_file.endswith(".json"):
-        return _from_curve(read_curve(Path(name_or_file)))
+        return card_of(read_curve(Path(name_or_file)))
     if name_or_file in card_names():
         text = (resources.files(__package__) / "cards" / f"{name_or_file}.toml").read_text(encoding="utf-8")
     elif name_or_file.endswith(".toml"):
@@ -182,14 +183,15 @@ def _read(form: ReadForm) -> Series:
     return Series(READ, "", [Point(nbytes, gbps, gbps, 0.0) for nbytes, gbps in points])
 
 
-def _from_curve(curve: Curve) -> Card:
+def card_of(curve: Curve) -> Card:
+    """A card as it was measured; what a curve does not hold is the card file's of the same card, if there is one."""
     series: dict[str, list[Series]] = {}
     for one in curve.series:
         if one.points:
             series.setdefault(one.kernel, []).append(one)
     if READ not in series:
         curve.find(READ)  # says what is missing
-    machine, name = curve.machine, _card_file_of(curve)
+    machine, name = curve.machine, card_file_of(curve.machine)
     known = load_card(name) if name else None
     smallest = min(point.seconds for point in series[READ][0].points) * 1e6
     clock = f" (memory at {machine.memory_mhz} MHz)" if machine.memory_mhz else ""
@@ -206,13 +208,13 @@ def _from_curve(curve: Curve) -> Card:
     )
 
 
-def _card_file_of(curve: Curve) -> str | None:
-    """The card file that is of the same card, for what a curve does not hold."""
-    card = curve.machine.card.lower()
+def card_file_of(machine: Machine) -> str | None:
+    """Name of the card file that is of the same card; a V100 is one by its compute capability, whatever it is called."""
+    card = machine.card.lower()
     for name in card_names():
         words = name.split("-")
         if words[0] == "v100":
-            if "v100" in card and str(curve.machine.memory_mhz) == words[1]:
+            if machine.capability == (7, 0) and str(machine.memory_mhz) == words[1]:
                 return name
         elif all(word in card.replace("-", " ").split() for word in words if word != "rtx"):
             return name

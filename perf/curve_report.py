@@ -98,6 +98,7 @@ def draw(curve: Curve, path: Path) -> None:
         raise EnvironmentFault('plots need matplotlib: pip install "duovolt[plots]"') from None
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "duovolt"  # the same curve gives the same file
+    matplotlib.rcParams["svg.fonttype"] = "none"  # words stay words
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5))
@@ -133,7 +134,7 @@ def _name_ends(axes: Any, mains: list[Series]) -> None:
         return
     ends: list[tuple[Point, Series, int]] = [(one.points[-1], one, index) for index, one in enumerate(mains)]
     ends.sort(key=lambda end: end[0].gbps)
-    apart = 0.035 * max(point.gbps for point, _, _ in ends)
+    apart = 0.045 * max(point.gbps for point, _, _ in ends)
     height = float("-inf")
     for point, series, index in ends:
         height = max(height + apart, point.gbps)

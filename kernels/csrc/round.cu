@@ -48,10 +48,11 @@ struct Pass {
 
 // kind kKept: rows kept for the draft layer, and the decision on the first draft; kDraft: one row, draft `step` - 1, and
 // the decision on draft `step`; kVerify: the newest token and its drafts, and the decision on all. rows: of the pass, a
-// sequence. certain: drafts were given or are greedy. copies: fill the pass's tables, too. Grid: (sequences).
+// sequence. window: pages of context that the pass attends to, besides the newest; 0: all. Places and starts count from the
+// first of them. certain: drafts were given or are greedy. copies: fill the pass's tables, too. Grid: (sequences).
 extern "C" __global__ void __launch_bounds__(kThreads)
     round_rows(const int *order, Lanes lanes, Draws draws, Pass pass, int *produced, int all_lanes, int pages, int kind,
-               int step, int rows, int drafts, int certain, int copies) {
+               int step, int rows, int drafts, int window, int certain, int copies) {
     const int sequence = blockIdx.x, sequences = gridDim.x, total = sequences * rows;
     const int own = read(order + sequence);
     const int length = own < 0 ? 0 : read(lanes.lengths + own);
@@ -77,6 +78,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool drafting = lane >= 0 && kind != kVerify && drawn == step && step < wanted - 1;
     const int count = kind == kKept ? min(kept, rows) : kind == kDraft ? drafting : lane < 0 ? 0 : 1 + drawn;
     const int start = kind == kKept ? length - kept : kind == kDraft ? length - 1 + step : length;
+
+    const int hidden_pages = window > 0 ? max(0, length / kPage - window) : 0;
 
     const int row = threadIdx.x;
     if (row < rows) {
@@ -106,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         write(pass.tokens + index, token);
         write(pass.slots + index, slot);
-        write(pass.places + index, used ? place : -1);
+        write(pass.places + index, used ? place - hidden_pages * kPage : -1);
         write(pass.homes + index, used ? lane * kMostRows + row : 0);
 #pragma unroll
         for (int axis = 0; axis < 3; ++axis) {
@@ -133,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) {
         const bool decided = kind == kVerify ? count > 0 : drafting;
         write(pass.lanes + sequence, count > 0 ? lane : -1);
-        write(pass.starts + sequence, start);
+        write(pass.starts + sequence, start - hidden_pages * kPage);
         write(pass.counts + sequence, count);
         write(pass.firsts + sequence, sequence * rows);
         write(pass.picked + sequence, sequence * rows + max(count - 1, 0));
@@ -145,8 +148,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     if (copies && lane >= 0) {
         const int filled = min(pages, (length + rows + kPage) / kPage);
-        for (int page = threadIdx.x; page < filled; page += kThreads) {
-            write(pass.tables + static_cast<size_t>(sequence) * pages + page,
+        for (int page = hidden_pages + threadIdx.x; page < filled; page += kThreads) {
+            write(pass.tables + static_cast<size_t>(sequence) * pages + page - hidden_pages,
                   read(lanes.tables + static_cast<size_t>(lane) * pages + page));
         }
     }

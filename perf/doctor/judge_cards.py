@@ -1,5 +1,6 @@
 """Cards, judged: fit for duovolt or not, sound or not, alike or not."""
 
+import itertools
 from collections.abc import Iterator
 
 from ...kernels.libraries import VOLTA
@@ -142,27 +143,25 @@ def _judge_pair(cards: list[Card]) -> Iterator[Finding]:
         grade = "good" if (cards[0].memory or 0) >= _ROOM_FOR_ONE else "limited"
         yield Finding(grade, "pair", "one card: serve one rank (`shard --tp 1`)")  # type: ignore[arg-type]
         return
-    first = cards[0]
-    for other in cards[1:]:
-        if other.capability != first.capability:
+    alike = any(not _differences(one, other) for one, other in itertools.combinations(cards, 2))
+    for one, other in itertools.pairwise(cards):
+        names = f"GPU {one.index} and GPU {other.index}"
+        if unlike := _differences(one, other):
             yield Finding(
-                "broken", "pair", f"GPU {first.index} and GPU {other.index} are of different generations",
-                "two ranks must compute the same bits: take two of a kind, or serve one rank with --devices",
-            )  # fmt: skip
-        elif unlike := _differences(first, other):
-            yield Finding(
-                "limited", "pair", f"GPU {first.index} and GPU {other.index} differ in {', '.join(unlike)}",
-                "two ranks go at the pace of the slower card, and get the smaller one's memory",
+                "limited" if alike else "broken", "pair", f"{names} differ in {', '.join(unlike)}",
+                "two ranks must compute the same bits at one pace, so `serve` refuses the two: choose two of a kind with "
+                "--devices, or serve one rank (`shard --tp 1`)",
             )  # fmt: skip
         else:
-            yield Finding("good", "pair", f"GPU {first.index} and GPU {other.index} are alike")
+            yield Finding("good", "pair", f"{names} are alike")
 
 
 def _differences(one: Card, other: Card) -> list[str]:
     compared = {
+        "name": (one.name, other.name),
+        "compute capability": (one.capability, other.capability),
         "multiprocessors": (one.multiprocessors, other.multiprocessors),
         "memory clock": (one.memory_mhz, other.memory_mhz),
         "memory": (one.memory and one.memory >> 30, other.memory and other.memory >> 30),
-        "core clock": (one.core_mhz, other.core_mhz),
     }
     return [f"{what} ({a} and {b})" for what, (a, b) in compared.items() if None not in (a, b) and a != b]

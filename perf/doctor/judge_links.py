@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from .facts import Card, Facts, Finding, Link, Load, Sample, Way
 
 _FAST_US = 15.0  # there and back between cards that write into one another's memory
-_LOST_SHARE = 0.95  # of the clock at the start, below which a card counts as slowed
+_LOST_SHARE = (
+    0.7  # of the clock at the start, below which a power limit counts: all products heat more than decode does
+)
 _HOT = frozenset({"thermal", "hardware thermal", "hardware slowdown"})
 _IOMMU_REMEDY = "boot with iommu=pt (or intel_iommu=off), and switch ACS off in the BIOS"
 
@@ -27,7 +29,10 @@ def translated(cards: list[Card]) -> list[str]:
 
 
 def _iommu(cards: list[Card]) -> Iterator[Finding]:
-    if found := translated(cards):
+    found = translated(cards)
+    if found and all(card.nvlinks for card in cards):
+        yield Finding("good", "IOMMU", f"group type {', '.join(found)}, which NVLink does not pass through")
+    elif found:
         yield Finding(
             "limited", "IOMMU", f"translates the cards' addresses (group type {', '.join(found)}): "
             "peer access is not trusted, the ranks meet in host memory", _IOMMU_REMEDY,
@@ -79,7 +84,7 @@ def _link(link: Link, facts: Facts) -> Iterator[Finding]:
             "the ranks meet in host memory", _IOMMU_REMEDY,
         )  # fmt: skip
         return
-    text = f"stores into one another's memory: there {_way(link.there)}, back {_way(link.back)}"
+    text = f"stores into one another's memory: {_way(link.there)}; the other way {_way(link.back)}"
     slow = max(link.there.round_trip_us or 0.0, link.back.round_trip_us or 0.0)
     host = link.host.round_trip_us if link.host is not None else None
     if slow > _FAST_US and host is not None and slow > host:
@@ -91,7 +96,7 @@ def _link(link: Link, facts: Facts) -> Iterator[Finding]:
 def _way(way: Way) -> str:
     parts = []
     if way.round_trip_us is not None:
-        parts.append(f"{way.round_trip_us:.1f} us there and back")
+        parts.append(f"{way.round_trip_us:.1f} us a round trip")
     if way.rate is not None:
         parts.append(f"{way.rate / 1e9:.1f} GB/s")
     return ", ".join(parts) or "right"
@@ -140,6 +145,6 @@ def _heated(card: Card, samples: list[Sample], seconds: float, count: int) -> Fi
     if slowed:
         return Finding(
             "limited", f"GPU {card.index}", text,
-            "its power limit holds it back: decode waits for memory and loses little, prefill loses as much as the clock",
+            "decode waits for memory and loses little, prefill loses as much as the clock: look at cables, limit and air",
         )  # fmt: skip
     return Finding("good", f"GPU {card.index}", text)

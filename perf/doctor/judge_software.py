@@ -12,6 +12,7 @@ from ...kernels.libraries import (
     nccl_fault,
     torch_fault,
 )
+from ...runtime.parallel.nccl import warning
 from .facts import Facts, Finding
 from .judge_cards import is_volta
 
@@ -76,7 +77,11 @@ def _nccl(facts: Facts, capability: tuple[int, int]) -> Iterator[Finding]:
     fault = nccl_fault(software.nccl, software.nccl_arches, capability)
     if fault is None:
         held = f", code for {', '.join(software.nccl_arches)}" if software.nccl_arches else ""
-        yield Finding("good", "NCCL", f"{'.'.join(map(str, software.nccl or ()))}{held}")
+        reported = warning(software.nccl[:3]) if software.nccl else None  # type: ignore[arg-type]
+        known = (
+            f"; reported of it: {reported}. `serve` tries it first, and does without if it fails" if reported else ""
+        )
+        yield Finding("good", "NCCL", f"{'.'.join(map(str, software.nccl or ()))}{held}{known}")
         return
     text, _, remedy = fault.partition(": ")
     yield Finding("limited", "NCCL", text, remedy)
@@ -92,7 +97,9 @@ def _nvrtc(facts: Facts, capabilities: list[tuple[int, int]]) -> Iterator[Findin
         )  # fmt: skip
         return
     name = ".".join(map(str, software.nvrtc))
-    if not software.nvrtc_reaches_volta:
+    if not software.nvrtc_reaches_volta and facts.cards and VOLTA not in capabilities:
+        yield Finding("good", "NVRTC", f"{name} compiles for these cards; for a V100 one of CUDA 12 is needed")
+    elif not software.nvrtc_reaches_volta:
         grade = "broken" if VOLTA in capabilities and not software.prebuilt else "limited"
         yield Finding(
             grade, "NVRTC", f"{name} does not compile for a V100, CUDA 13 dropped Volta",  # type: ignore[arg-type]

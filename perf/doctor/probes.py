@@ -9,7 +9,7 @@ import torch
 from ...checkpoint.errors import EnvironmentFault
 from ...kernels.build import PREBUILT_VARIABLE, compiler_version, reaches
 from ...kernels.fatbin import architectures
-from ..machine import driver_version
+from ...kernels.libraries import driver_version
 from . import children
 from .disk import measure_disk
 from .facts import Card, Host, Link, Load, Software

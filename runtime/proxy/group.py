@@ -182,6 +182,8 @@ class RankGroup:
             ends=",".join(map(str, plan.tokenizer.stop_ids)),
             kv=plan.options.kv,
             graphs=plan.options.graphs,
+            draft_window=plan.options.draft_window,
+            collective="" if plan.way is None else plan.way.argument,
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
         if (cards := plan.cards) is not None:

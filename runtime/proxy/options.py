@@ -20,6 +20,8 @@ class ServeOptions:
     devices: str | None = None
     kv: str = "int8"
     graphs: str = "on"
+    draft_window: int = 0
+    collective: str = "auto"
     lanes: int = 1
     drafts: int = 3
     draft_head: str = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -11,6 +12,7 @@ from ...checkpoint.directory import read_json
 from ...checkpoint.errors import EnvironmentFault, InputError
 from ...checkpoint.manifest import has_manifest, read_manifest
 from ...model.config import ModelConfig
+from ..parallel.choice import Choice, Wish, choose
 from ..rank.backends import Backend, choose_backend
 from ..rank.identity import RankIdentity, check_ranks, find_ranks
 from ..rank.preflight import Settled, Wishes, card_seen, preflight
@@ -32,6 +34,7 @@ class ServePlan:
     """`identity` is that of rank 0; all ranks agree with it but for the number. `pictures` None: text only.
 
     cards   what was settled for the CUDA backend; None for the others
+    way     what was chosen between two cards
     notice  why `auto` did not take the cards of this machine
     """
 
@@ -47,6 +50,7 @@ class ServePlan:
     keys: KeyRing
     pictures: PictureReader | None = None
     cards: Settled | None = None
+    way: Choice | None = None
     notice: str = ""
 
     @property
@@ -106,6 +110,7 @@ def make_plan(options: ServeOptions) -> ServePlan:
         KeyRing(read_keys(options.api_key_file)),
         PictureReader.of(directories[0], config, tokenizer, options.allow_image_urls),
         cards,
+        choose(cast(Wish, options.collective), cards.uuids) if cards is not None and len(cards.uuids) == 2 else None,
         notice,
     )
 

@@ -69,6 +69,8 @@ def _tell_plan(plan: ServePlan) -> None:
         numbers = ", ".join(map(str, plan.cards.numbers))
         lines.append(f"{f'card {numbers}: ' if numbers else ''}{plan.cards.card}; memory a rank:")
         lines += plan.cards.plan
+    if plan.way is not None:
+        lines.append(f"between the cards: {plan.way}")
     if not plan.options.quiet:
         for line in lines:
             print(f"duovolt serve: {line}", file=sys.stderr, flush=True)
@@ -178,7 +180,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket, bound before anything is started. Raises EnvironmentFault if the address is not to be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # With its protocol named, or asyncio does not know it for TCP and lets the first token wait 40 ms for an ACK.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()

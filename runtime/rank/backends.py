@@ -93,7 +93,9 @@ def _cuda(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingEngine
     import torch
 
     from ..engine.cuda.engine import CudaSettings, load_cuda_engine
+    from ..parallel.choice import Choice
     from ..parallel.device import CpuDeviceCollective, DeviceCollective, SoloDevice
+    from ..parallel.ways import open_way
 
     torch.set_num_threads(1)
     if options.cpus:
@@ -103,10 +105,14 @@ def _cuda(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingEngine
         if mailbox is None:
             return SoloDevice()
         mailbox.meet(LOADING_SECONDS)
-        return CpuDeviceCollective(MailboxCollective(mailbox))
+        if not options.collective:
+            return CpuDeviceCollective(MailboxCollective(mailbox))
+        return open_way(Choice.parse(options.collective), mailbox, device, options.exchange_seconds)
 
-    settings = CudaSettings(**_settings(options), kv=options.kv, graphs=options.graphs == "on")
     device = torch.device(options.device)
+    settings = CudaSettings(
+        **_settings(options), kv=options.kv, graphs=options.graphs == "on", draft_window=options.draft_window
+    )
     return load_cuda_engine(options.dir, device, options.size, options.rank, link, settings)
 
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...checkpoint.errors import EnvironmentFault, InputError
+from ...kernels.fatbin import runs_on
+from ...kernels.libraries import INSTALL_FOR_VOLTA, VOLTA, driver_version
 
 OLDEST = (7, 0)
-VOLTA_TORCH = 'pip install "duovolt[cuda,serve]" torch==2.7.1'
-_ARCH = re.compile(r"(sm|compute)_(\d+)(\d)[a-z]?")
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -63,7 +62,7 @@ def probe() -> Probe:
     """Ask torch and the driver; no card is an answer too. Call it where a context on every card does no harm."""
     import torch
 
-    base: dict[str, Any] = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "driver": _driver_version()}
+    base: dict[str, Any] = {"torch": str(torch.__version__), "cuda": torch.version.cuda, "driver": driver_version()}
     if torch.version.cuda is None:
         return Probe([], arches=[], reason=f"torch {base['torch']} is built without CUDA", **base)
     if not torch.cuda.is_available():
@@ -117,8 +116,8 @@ def check_code(found: Probe, card: Card) -> None:
         raise EnvironmentFault(
             f"card {card.index} is {card}: the kernels need compute 7.0 (V100) or newer. Choose another with --devices."
         )
-    if not any(_runs(arch, card.capability) for arch in found.arches):
-        remedy = VOLTA_TORCH if card.capability == (7, 0) else "install a torch build that names it"
+    if not runs_on(found.arches, card.capability):
+        remedy = INSTALL_FOR_VOLTA if card.capability == VOLTA else "install a torch build that names it"
         raise EnvironmentFault(
             f"card {card.index} is {card}, but torch {found.torch} (CUDA {found.cuda}) holds code for "
             f"{', '.join(found.arches) or 'no card at all'} only; nothing of it runs on sm_{major}{minor}. Remedy: {remedy}."
@@ -149,17 +148,6 @@ def parse_cpus(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found |= set(range(int(first), int(last or first) + 1))
     return found
-
-
-def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """True if code for `arch` runs on a card: machine code of its generation up to it, or PTX up to it."""
-    match = _ARCH.fullmatch(arch)
-    if match is None:
-        return False
-    built = int(match[2]), int(match[3])
-    if match[1] == "compute":
-        return built <= capability
-    return built[0] == capability[0] and built <= capability
 
 
 def _card(index: int) -> Card:
@@ -205,12 +193,3 @@ def _kernel_fault(index: int) -> str:
     except (EnvironmentFault, InputError) as fault:
         return str(fault)
     return ""
-
-
-def _driver_version() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b", text.partition("\n")[0])
-    return found[1] if found else None

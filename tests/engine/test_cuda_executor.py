@@ -10,6 +10,8 @@ import torch
 from duovolt.kernels.module import PORTABLE, forced_arch
 from duovolt.kernels.weights import HalfWeight
 from duovolt.model.inventory import HEAD
+from duovolt.runtime.engine.cuda import model
+from duovolt.runtime.grammar import GrammarFault
 from duovolt.runtime.messages import Grammar, ImageInput, SamplingParams
 from duovolt.runtime.parallel.device import CpuDeviceCollective
 from duovolt.tests.runtime.stub_model import ids, make_tokenizer
@@ -229,6 +231,13 @@ def test_a_reduced_head_only_drafts(tools, encoded, device):
         assert accepted == 0 or tokens[0] == 0
 
 
+def test_a_draft_window_changes_drafts_and_no_token(tools, encoded, device):
+    ask, weights = tools.request(1, (PROMPT * 18)[:200], 8), encoded.cuda(device)
+    plain = tools.drive(cuda_engine(weights), ask).tokens[1]
+    engine = cuda_engine(weights, drafts=3, draft_window=64)
+    assert tools.drive(engine, ask).tokens[1] == plain and engine.executor.facts["draft_window"] == "64"
+
+
 class Tower:
     """Pictures of three tokens, whose embeddings are their numbers."""
 
@@ -268,8 +277,11 @@ def test_pictures_are_read_at_their_places(tools, encoded, device, chunk):
         assert ours.records[0].token_hash == theirs.records[0].token_hash  # both saw the same embeddings
 
 
-def test_two_ranks_give_one_answer(tools, encoded):
+@pytest.mark.parametrize("half", [512, 4], ids=["whole chunks", "chunks in halves"])
+def test_two_ranks_give_one_answer(tools, monkeypatch, half):
     """Each rank its half, on the CPU: both draw the same, and nearly what one rank draws."""
+    monkeypatch.setattr(model, "HALF", half)
+    monkeypatch.setattr(model, "STEP", 2)
     source = Encoded(tools.source(seed=5, **TEXT)).source
     asks = [
         tools.request(n, PROMPT[:n], 8, sampling=wishes(kind, logprobs=2)) for n, kind in ((4, "plain"), (9, "greedy"))
@@ -303,12 +315,12 @@ def test_answers_are_held_to_their_grammar(tools, device, tmp_path, kind):
     """Beside a lane that may say anything; with and without drafts the same, where nothing is drawn."""
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (end,) = ids("<|im_end|>")
-    model = Encoded(tools.source(seed=3, **TEXT | {"vocab_size": 288})).cuda(device)
+    weights = Encoded(tools.source(seed=3, **TEXT | {"vocab_size": 288})).cuda(device)
     form = Grammar(f"start: document\ndocument: %json {json.dumps(SCHEMA)}", None, [end])
     sampleable, answers = make_tokenizer().get_vocab_size(), []
     for drafts in (0, 2):
         engine = cuda_engine(
-            model, drafts=drafts, lanes=2, n_sampleable=sampleable, tokenizer=tmp_path / "tokenizer.json"
+            weights, drafts=drafts, lanes=2, n_sampleable=sampleable, tokenizer=tmp_path / "tokenizer.json"
         )
         run = tools.drive(
             engine,
@@ -321,14 +333,34 @@ def test_answers_are_held_to_their_grammar(tools, device, tmp_path, kind):
     assert kind != "greedy" or answers[0] == answers[1]
 
 
-def test_where_nothing_may_follow_the_answer_is_at_fault(tools, encoded, tmp_path):
-    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    (end,) = ids("<|im_end|>")
-    model = Encoded(tools.source(seed=3, **TEXT | {"vocab_size": 288})).cuda()
-    engine = cuda_engine(model, n_sampleable=make_tokenizer().get_vocab_size(), tokenizer=tmp_path / "tokenizer.json")
-    form = Grammar('start: "\\u{1F9FF}\\u{1F9FF}"', None, [end])
-    run = tools.drive(engine, tools.request(1, PROMPT, 6, stop_ids=(end,), grammar=form))
-    assert run.finish(1) in ("error", "length", "stop")
+class DeadEnd:
+    """A constraint that lets three tokens come, and then none."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def accept(self, token: int) -> None:
+        self.taken += 1
+
+    def mask(self, drafted: list[int]) -> torch.Tensor:
+        if self.taken + len(drafted) >= 3:
+            raise GrammarFault("nothing may follow.")
+        return torch.ones(160, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("given", [[1, 2], [0, 2], [9, 9]], ids=["reached", "one stands", "none stands"])
+def test_where_nothing_may_follow_the_answer_is_at_fault(tools, encoded, device, given):
+    """As on the reference: only where a token would have to be drawn there."""
+    plain = tools.drive(reference_engine(encoded.source), tools.request(1, PROMPT, 6)).tokens[1]
+    rounds, found = [[plain[n] if n < 9 else 3 for n in given]], []
+    for engine in (
+        cuda_engine(encoded.cuda(device), drafts_from=rounds),
+        reference_engine(encoded.source, drafts_from=rounds),
+    ):
+        engine._constraint = lambda request: DeadEnd()
+        run = tools.drive(engine, tools.request(1, PROMPT, 6))
+        found.append([(event.tokens, event.finish_reason, event.error) for event in run.events[1]])
+    assert found[0] == found[1] and found[0][-1][1:] == ("error", "the grammar: nothing may follow.")
 
 
 def test_what_fp16_cannot_hold_is_counted(tools, encoded, device):
@@ -344,6 +376,17 @@ def _overflows(tools, weights) -> int:
     engine = cuda_engine(weights, drafts=1)
     tools.drive(engine, tools.request(1, PROMPT, 3))
     return engine.executor.overflows
+
+
+def test_warming_leaves_no_trace(tools, encoded, device):
+    ask, weights = tools.request(1, PROMPT, 10, sampling=wishes("cut")), encoded.cuda(device)
+    answers = []
+    for warm in (False, True):
+        engine = cuda_engine(weights, drafts=2, lanes=2)
+        if warm:
+            engine.executor.warm(chunk=16)
+        answers.append(tools.drive(engine, ask).tokens)
+    assert answers[0] == answers[1]
 
 
 def test_rounds_at_depth_can_be_measured(tools, encoded, device):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from duovolt.kernels.fatbin import architectures, runs_on
-from duovolt.kernels.libraries import driver_branch, driver_fault, nccl_fault, torch_fault
+from duovolt.kernels.libraries import driver_branch, driver_fault, driver_version, nccl_fault, torch_fault
 
 
 def container(*entries: tuple[int, int]) -> bytes:
@@ -78,3 +78,11 @@ def test_words():
     assert "torch==2.7.1" not in (torch_fault("2.12", "13.0", ["sm_75"], (9, 0)) or "")
     assert nccl_fault((2, 26, 2), None, (7, 0)) is None and nccl_fault((2, 28, 3), None, (9, 0)) is None
     assert "--collective host" in (nccl_fault((2, 28, 3), [], (7, 0)) or "")
+
+
+def test_driver_version_of_either_kernel_module():
+    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Mon Jan  1 00:00:00 UTC 2026\nGCC version: gcc 13.2.0"
+    opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.10  Release Build\n"
+    assert driver_version(closed) == "580.159.04"
+    assert driver_version(opened) == "590.10"
+    assert driver_version("nothing") is None

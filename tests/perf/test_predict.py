@@ -98,8 +98,9 @@ def test_messages_follow_their_points() -> None:
 
 
 def machine(card: str = "NVIDIA H200", memory_mhz: int = 3201) -> Machine:
+    capability = (7, 0) if "V100" in card else (9, 0)
     return Machine(
-        card=card, capability=(9, 0), multiprocessors=132, core_mhz=1980, memory_mhz=memory_mhz, bus_bits=6144,
+        card=card, capability=capability, multiprocessors=132, core_mhz=1980, memory_mhz=memory_mhz, bus_bits=6144,
         l2_bytes=1, memory_bytes=1, driver="580.1", torch="2.11", cuda="13.0", duovolt="0", date="2026-01-01",
     )  # fmt: skip
 

@@ -364,6 +364,7 @@ def test_the_service_manager_hears_of_ready_and_of_stopping(start_server: Start,
         manager.settimeout(30)
         server.process.send_signal(signal.SIGTERM)
         heard(b"STOPPING=1")
+        # From here on nobody reads, and nobody waits for that.
         assert server.wait_exit(5) == 0
 
 

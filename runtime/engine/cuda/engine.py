@@ -18,10 +18,14 @@ from .selftest import check_answers
 
 @dataclass(frozen=True)
 class CudaSettings(EngineSettings):
-    """Choices of this backend beside those of every engine. kv: `int8` or `fp16`; graphs: capture rounds."""
+    """Choices of this backend beside those of every engine.
+
+    kv: `int8` or `fp16`; graphs: capture rounds; draft_window: tokens of context that drafting looks at, 0: all.
+    """
 
     kv: str = "int8"
     graphs: bool = True
+    draft_window: int = 0
 
 
 def load_cuda_engine(
@@ -60,11 +64,12 @@ def load_cuda_engine(
             pages=settings.pages,
             int8=settings.kv == "int8",
             draft_head=settings.draft_head != "off",
+            draft_window=settings.draft_window,
             graphs=settings.graphs,
             tower=tower,
         )
         if device.type == "cuda":
-            executor.warm()
+            executor.warm(settings.prefill_chunk)
     except torch.cuda.OutOfMemoryError as error:
         raise EnvironmentFault(
             f"card {device} has no room: {str(error).splitlines()[0]} Something else may hold its memory; a smaller "

@@ -33,6 +33,7 @@ class CudaExecutor:
     n_sampleable  ids 0 .. n_sampleable - 1 may be drawn; later rows of the head are padding
     pages         pages of the pools; None: enough for every lane at full context
     int8          keys and values in int8, else in fp16
+    draft_window  tokens of context that drafting looks at, in whole pages; 0: all
     draft_head    draw drafts with the reduced head, where there is one
     graphs        capture rounds; ahead: start a round before the last one's numbers are read
     tower         reads pictures
@@ -50,6 +51,7 @@ class CudaExecutor:
         pages: int | None = None,
         int8: bool = True,
         draft_head: bool = True,
+        draft_window: int = 0,
         graphs: bool = True,
         ahead: bool = True,
         tower: VisionTower | None = None,
@@ -72,7 +74,10 @@ class CudaExecutor:
         self._device, self._link, self._vocabulary = weights.device, link, n_sampleable
         self._uses_mtp, self._ahead = drafts > 0, ahead
         self._graphs = Graphs(weights.device, enabled=graphs and link.name != "cpu")
-        self._flights = Flights(self.model, self._graphs, lanes=lanes, drafts=drafts, vocabulary=n_sampleable)
+        window = pages_for(draft_window)
+        self._flights = Flights(
+            *(self.model, self._graphs), lanes=lanes, drafts=drafts, vocabulary=n_sampleable, window=window
+        )
         self._pending: Flight | None = None
         self._lengths: dict[int, int] = {}  # tokens in place by lane, as of the rounds that were handed out
         self._images: dict[int, PromptImages] = {}
@@ -93,14 +98,26 @@ class CudaExecutor:
             "kv": "int8" if self._int8 else "fp16",
             "kv_pages": str(self.pages),
             "draft_head": f"{rows}-rows" if rows else "full",
+            "draft_window": f"{window * PAGE}" if (window := self._flights.window) else "off",
             "graphs": graphs,
             "collective": self._link.name,
         }
 
-    def warm(self) -> None:
-        """Load every kernel of a round and capture the graphs that most answers need. Every rank calls it."""
+    @torch.inference_mode()
+    def warm(self, chunk: int) -> None:
+        """Load what rounds and chunks of `chunk` tokens need, and capture what most answers use, before anybody waits.
+
+        Other numbers of lanes and depths are captured when they first come. Every rank calls it, before any lane opens.
+        """
         for sequences in range(1, self._lanes + 1):
-            self._flights.warm(self._flights.shapes(sequences))
+            self._flights.warm(self._flights.shapes(sequences, every_depth=sequences == 1))
+        count = min(chunk, self.state.lanes.tables.shape[1] * PAGE)
+        self.state.lanes.tables[0] = 0
+        places = torch.arange(count, dtype=torch.int32, device=self._device)
+        x = self.model.embed(torch.zeros_like(places))
+        self.model.read(x, 0, 0, places.expand(3, -1), torch.full_like(places, -1))
+        self.state.reset(0)
+        self._link.check()
 
     def open(self, lane: Lane) -> None:
         request, lanes, index = lane.request, self.state.lanes, lane.index
@@ -146,9 +163,7 @@ class CudaExecutor:
         slots = self._int32(self._slots(lane, start - before, count + before))
         rope = self._int32(lane.rope(start - before, count + before))
         embedded = x.clone() if self._reads_drafts(lane) else x
-        layers = self.model.chunk(index, start, rope[:, before:].contiguous(), slots[before:].contiguous())
-        staged, wide = self.model.forward(x, layers)
-        state.counter.add_(layers.overflows.sum())
+        staged, wide = self.model.read(x, index, start, rope[:, before:], slots[before:])
         behind = count - 1 + before
         if self._reads_drafts(lane) and behind:
             kept = torch.cat((state.hidden[index, :before], wide[: count - 1]))

@@ -60,7 +60,11 @@ class Flight:
 class Flights:
     """Starts rounds of any lanes, in graphs where they are on."""
 
-    def __init__(self, model: CudaModel, graphs: Graphs, *, lanes: int, drafts: int, vocabulary: int) -> None:
+    def __init__(
+        self, model: CudaModel, graphs: Graphs, *, lanes: int, drafts: int, vocabulary: int, window: int = 0
+    ) -> None:
+        """window: pages of context that drafting looks at, besides the newest; 0: all."""
+        self.window = window
         self._model, self._graphs, self._drafts = model, graphs, drafts
         self.canvas = Canvas(model, lanes, drafts, vocabulary)
         self._buffers: dict[tuple[int, int], Buffers] = {}
@@ -79,7 +83,7 @@ class Flights:
             drafts = max(len(own or []) for own in given)
         reach = max(lane.length for lane in lanes) + (1 + ahead) * (1 + drafts)
         bucket = min(self._most, next((bound for bound in BUCKETS if reach < bound), self._most))
-        shape = Shape(len(lanes), drafts, bucket, cuts_of(lanes), is_given)
+        shape = Shape(len(lanes), drafts, bucket, cuts_of(lanes), is_given, self.window)
         made = self._round(shape, lanes)
         if is_given:
             self._give(made.buffers, [own or [] for own in given])
@@ -87,12 +91,12 @@ class Flights:
         if any(lane.constraint is not None for lane in lanes):
             masks = self._masked(made, lanes)
         else:
-            self._graphs.run((shape, "whole"), lambda: (made.draft(), made.verify(), made.settle())[-1])
+            self._graphs.run((shape, "whole"), made.whole)
         return self._sent(lanes, shape, made.buffers, masks)
 
     def first(self, lane: Lane) -> Flight:
         """The first token of a lane whose prompt has been read."""
-        shape = Shape(1, 0, self._most, cuts_of([lane]), False)
+        shape = Shape(1, 0, self._most, cuts_of([lane]), False, self.window)
         made, masks = self._round(shape, [lane]), None
         if lane.constraint is not None:
             masks = Masks([lane], [[]], 1, self.canvas.vocabulary)
@@ -105,13 +109,14 @@ class Flights:
         for shape in shapes:
             for _ in range(2):
                 made = self._round(shape, [])
-                self._graphs.run((shape, "whole"), lambda made=made: (made.draft(), made.verify(), made.settle())[-1])
+                self._graphs.run((shape, "whole"), made.whole)
 
-    def shapes(self, sequences: int) -> list[Shape]:
-        """Those that most answers need: every bucket, with the usual cuts and without any."""
+    def shapes(self, sequences: int, *, every_depth: bool) -> list[Shape]:
+        """Those that most answers need: with the usual cuts and without any, at every depth or the least."""
         buckets = [*(bound for bound in BUCKETS if bound < self._most), self._most]
         cuts = (Cuts(False, False, True), Cuts(True, True))
-        return [Shape(sequences, self._drafts, bucket, cut, False) for bucket in buckets for cut in cuts]
+        chosen = buckets if every_depth else buckets[:1]
+        return [Shape(sequences, self._drafts, bucket, cut, False, self.window) for bucket in chosen for cut in cuts]
 
     def _round(self, shape: Shape, lanes: list[Lane]) -> Round:
         key = (shape.sequences, shape.drafts)
@@ -134,7 +139,8 @@ class Flights:
     def _masked(self, made: Round, lanes: list[Lane]) -> Masks:
         """A round whose masks are made on the host, from its drafts, while the device verifies them."""
         shape, draws = made.shape, made.buffers.draws
-        self._graphs.run((shape, "draft"), made.draft)
+        if shape.drafts and not shape.given:
+            self._graphs.run((shape, "draft"), made.draft)
         drawn = torch.where(draws.produced > 0, draws.tokens[:, :, 0], -1).to("cpu", non_blocking=True)
         landed = self._event()
         self._graphs.run((shape, "verify"), made.verify)

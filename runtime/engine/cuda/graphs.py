@@ -1,6 +1,7 @@
 """Work captured in CUDA graphs: the first time it runs as it is written, from the second on as a graph."""
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class Graphs:
         self._device = device
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:

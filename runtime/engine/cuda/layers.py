@@ -6,7 +6,7 @@ step is computed. In a round every operation gives a row the bits it would get a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,21 @@ from .state import CudaState
 from .weights import CudaAttention, CudaDelta, CudaLayer
 
 Tables = tuple[Tensor, Tensor]
+Walk = Generator[None, None, Tensor | None]
+
+
+def in_turn(walks: list[Walk]) -> list[Tensor | None]:
+    """Walk through the layers with several passes in turn, stop by stop; what each leaves to be added."""
+    results: list[Tensor | None] = [None] * len(walks)
+    going = list(range(len(walks)))
+    while going:
+        for number in list(going):
+            try:
+                next(walks[number])
+            except StopIteration as done:
+                results[number] = done.value
+                going.remove(number)
+    return results
 
 
 class Common:
@@ -35,6 +50,7 @@ class Common:
     ) -> None:
         self.ops, self.state, self.sizes, self.eps = ops, state, sizes, eps
         self.tables, self.axes, self.link = tables, axes, link
+        self.side = torch.cuda.Stream(state.device) if link.size > 1 and state.device.type == "cuda" else None
         self.observe: Observe | None = None  # never while a graph is captured
 
 
@@ -48,6 +64,10 @@ class Layers:
 
     def run(self, x: Tensor, layers: Sequence[CudaLayer], pools: Sequence[KVCache]) -> Tensor | None:
         """Move x float32 [T, H] through the layers, in place; what is still to be added to it, None if nothing is."""
+        return in_turn([self.walk(x, layers, pools)])[0]
+
+    def walk(self, x: Tensor, layers: Sequence[CudaLayer], pools: Sequence[KVCache]) -> Walk:
+        """As `run`, with a stop wherever what the ranks have computed is on its way to be summed."""
         delta: Tensor | None = None
         for number, layer in enumerate(layers):
             mixer, normed = layer.mixer, self.norm(x, layer.input_norm, delta)
@@ -56,8 +76,10 @@ class Layers:
             else:
                 mixed = self.delta(mixer, layer.index, normed)
             delta = self.project(mixer.output, mixed, x)
+            yield
             normed = self.norm(x, layer.post_norm, delta)
             delta = self.project(layer.down, self.gated(layer, normed), x)
+            yield
             if self.common.observe is not None:
                 self.common.observe(number, x if delta is None else x + delta)
         return delta
@@ -161,12 +183,22 @@ class RowLayers(Layers):
 
 
 class ChunkLayers(Layers):
-    """A prompt's chunk: tokens start .. start + T - 1 of one lane, whose numbers the host knows."""
+    """A prompt's chunk: tokens start .. start + T - 1 of one lane, whose numbers the host knows.
+
+    Sums over the ranks run on a stream of their own, so that another chunk's products can stand beside them.
+    """
 
     def __init__(self, common: Common, lane: int, start: int, positions: Tensor, slots: Tensor) -> None:
         tokens = slots.shape[0]
         super().__init__(common, tokens, torch.zeros(tokens, dtype=torch.int32, device=slots.device))
         self.positions, self.slots, self._lane, self._start = positions, slots, lane, start
+        self._summed: tuple[torch.cuda.Event, Tensor] | None = None  # when, and what must stay until then
+
+    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+        if self._summed is not None:
+            self._summed[0].wait()
+            self._summed = None
+        return super().norm(x, weight, delta, wide)
 
     def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
         if self.tokens <= MAX_TOKENS:
@@ -177,9 +209,19 @@ class ChunkLayers(Layers):
 
     def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
         part, total = self.ops.linear_block(x, weight), torch.empty_like(residual)
-        if self.common.link.size == 1:
+        link, side = self.common.link, self.common.side
+        if link.size == 1:
             return self.ops.widen(part, total, overflows=self.overflows)
-        self.common.link.reduce_large(part.clamp_(-LARGEST, LARGEST), total)
+        part.clamp_(-LARGEST, LARGEST)
+        if side is None:
+            link.reduce_large(part, total)
+            return total
+        side.wait_stream(torch.cuda.current_stream(part.device))
+        with torch.cuda.stream(side):
+            link.reduce_large(part, total)
+            event = torch.cuda.Event()
+            event.record()
+        self._summed = (event, part)
         return total
 
     def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:

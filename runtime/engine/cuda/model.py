@@ -9,9 +9,12 @@ from ....kernels.linear import MAX_TOKENS
 from ....kernels.ops import Ops
 from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective
-from .layers import ChunkLayers, Common, Layers
+from .layers import ChunkLayers, Common, Layers, in_turn
 from .state import CudaState
 from .weights import CudaWeights
+
+HALF = 512  # tokens of half a chunk
+STEP = 64  # halves begin at multiples of this
 
 
 class CudaModel:
@@ -63,6 +66,30 @@ class CudaModel:
         """
         delta = layers.run(x, self.weights.layers, self.state.kv)
         return self._last(x, delta, self.weights.norm, layers, wide)
+
+    def read(self, x: Tensor, lane: int, start: int, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` of a prompt's chunk: x float32 [T, H], positions int32 [3, T], slots int32 [T].
+
+        Between ranks a long chunk goes in two halves, so that one's sums are on their way while the other computes.
+        """
+        tokens = x.shape[0]
+        halves = [tokens]
+        if self.link.size > 1 and tokens >= 2 * HALF:
+            halves = [tokens // 2 // STEP * STEP]
+            halves.append(tokens - halves[0])
+        passes, begin = [], 0
+        for count in halves:
+            rows = slice(begin, begin + count)
+            passes.append(self.chunk(lane, start + begin, positions[:, rows].contiguous(), slots[rows].contiguous()))
+            begin += count
+        parts = x.split(halves)
+        walks = [own.walk(part, self.weights.layers, self.state.kv) for own, part in zip(passes, parts, strict=True)]
+        wide = torch.empty_like(x)
+        staged = []
+        for own, part, delta, into in zip(passes, parts, in_turn(walks), wide.split(halves), strict=True):
+            staged.append(self._last(part, delta, self.weights.norm, own, into)[0])
+            self.state.counter.add_(own.overflows.sum())
+        return torch.cat(staged), wide
 
     def draft(self, x: Tensor, hidden: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
         """The MTP layer: x [T, H] the embeddings of the tokens behind those of `hidden` float32 [T, H]. As `forward`."""

@@ -15,6 +15,7 @@ from ....kernels.round import REPORT
 from ....kernels.round_state import DRAFT, KEPT, VERIFY, Draws, Pass
 from ....kernels.sampling import DRAFT as TO_DRAFT
 from ....kernels.sampling_state import MAX_DRAFTS, Cuts, Distributions, Drawn
+from ..pages import PAGE
 from .layers import RowLayers
 from .model import CudaModel
 
@@ -23,7 +24,8 @@ from .model import CudaModel
 class Shape:
     """What a round's launches depend on.
 
-    positions: more than every position, a bucket; given: the host writes the drafts, no MTP layer is asked.
+    positions: more than every position, a bucket; given: the host writes the drafts, no MTP layer is asked; window:
+    pages of context that drafting looks at, besides the newest, 0: all.
     """
 
     sequences: int
@@ -31,6 +33,12 @@ class Shape:
     positions: int
     cuts: Cuts
     given: bool
+    window: int = 0
+
+    @property
+    def draft_positions(self) -> int:
+        """More than every position that drafting sees."""
+        return min(self.positions, (self.window + 2) * PAGE) if self.window else self.positions
 
     @property
     def rows(self) -> int:
@@ -59,11 +67,11 @@ class Buffers:
 
     def __init__(self, model: CudaModel, sequences: int, drafts: int) -> None:
         device, pages = model.weights.device, model.state.lanes.tables.shape[1]
-        tables = torch.zeros(sequences, pages, dtype=torch.int32, device=device)
+        tables, near = (torch.zeros(sequences, pages, dtype=torch.int32, device=device) for _ in range(2))
         self.order = torch.full((sequences,), -1, dtype=torch.int32, device=device)
         self.draws = Draws.empty(drafts, sequences, device)
-        self.kept = Pass.empty(KEPT, tables, 1 + drafts)
-        self.steps = [Pass.empty(DRAFT, tables, 1) for _ in range(drafts)]
+        self.kept = Pass.empty(KEPT, near, 1 + drafts)
+        self.steps = [Pass.empty(DRAFT, near, 1) for _ in range(drafts)]
         self.verified = Pass.empty(VERIFY, tables, 1 + drafts)
         self.drawn = Drawn(
             torch.zeros(sequences, MAX_DRAFTS + 1, dtype=torch.int32, device=device),
@@ -80,14 +88,20 @@ class Round:
         self.shape, self.buffers = shape, buffers
         self._model, self._canvas = model, canvas
 
+    def whole(self) -> None:
+        """All three."""
+        self.draft()
+        self.verify()
+        self.settle()
+
     def draft(self) -> None:
         """Let the MTP layer read what the last round left, and draw the drafts one after the other."""
         shape, buffers, canvas, model, state = self.shape, self.buffers, self._canvas, self._model, self._model.state
         if shape.given or not shape.drafts:
             return
         draws, rows = buffers.draws, buffers.kept
-        self._rows(KEPT, rows, draws.produced[0], copies=True)
-        layers = self._layers(rows, shape.rows)
+        self._rows(KEPT, rows, draws.produced[0], window=shape.window, copies=True)
+        layers = self._layers(rows, shape.rows, shape.draft_positions)
         kept = model.ops.embed(rows.homes, state.hidden.flatten(0, 1))
         _, wide = model.draft(model.embed(rows.tokens), kept, layers)
         hidden = model.ops.embed(rows.picked, wide)
@@ -104,16 +118,17 @@ class Round:
             )
             if step + 1 < shape.drafts:
                 rows = buffers.steps[step + 1]
-                self._rows(DRAFT, rows, draws.produced[step + 1], step=step + 1)
-                staged, hidden = model.draft(model.embed(rows.tokens), hidden, self._layers(rows, 1))
+                self._rows(DRAFT, rows, draws.produced[step + 1], step=step + 1, window=shape.window)
+                layers = self._layers(rows, 1, shape.draft_positions)
+                staged, hidden = model.draft(model.embed(rows.tokens), hidden, layers)
 
     def verify(self) -> None:
         """One pass of the newest tokens and their drafts through all layers: logits and hidden states on the canvas."""
         shape, rows, canvas, model = self.shape, self.buffers.verified, self._canvas, self._model
-        alone = shape.given or not shape.drafts
-        self._rows(VERIFY, rows, self.buffers.drawn.produced, certain=shape.given, copies=alone)
+        self._rows(VERIFY, rows, self.buffers.drawn.produced, certain=shape.given, copies=True)
         total = shape.sequences * shape.rows
-        staged, _ = model.forward(model.embed(rows.tokens), self._layers(rows, shape.rows), canvas.wide[:total])
+        layers = self._layers(rows, shape.rows, shape.positions)
+        staged, _ = model.forward(model.embed(rows.tokens), layers, canvas.wide[:total])
         model.logits(staged, canvas.logits[:total])
 
     def settle(self, *, masked: bool = False) -> None:
@@ -148,19 +163,28 @@ class Round:
         self._advance(hidden, through=False)
 
     def _rows(
-        self, kind: int, rows: Pass, produced: Tensor, *, step: int = 0, certain: bool = False, copies: bool = False
+        self,
+        kind: int,
+        rows: Pass,
+        produced: Tensor,
+        *,
+        step: int = 0,
+        window: int = 0,
+        certain: bool = False,
+        copies: bool = False,
     ) -> None:
         self._model.ops.round_rows(
             *(self.buffers.order, self._model.state.lanes, self.buffers.draws, rows, produced),
             kind=kind,
             drafts=self.shape.drafts,
             step=step,
+            window=window,
             certain=certain,
             copies=copies,
         )
 
-    def _layers(self, rows: Pass, tokens: int) -> RowLayers:
-        return RowLayers(self._model.common, rows, max_tokens=tokens, max_positions=self.shape.positions)
+    def _layers(self, rows: Pass, tokens: int, positions: int) -> RowLayers:
+        return RowLayers(self._model.common, rows, max_tokens=tokens, max_positions=positions)
 
     def _advance(self, wide: Tensor, *, through: bool) -> None:
         state = self._model.state

@@ -78,6 +78,27 @@ def test_passes_are_the_references(device, order, drafts):
                 assert torch.equal(ours[name].cpu(), tensor.cpu()), (kind, step, name)
 
 
+@pytest.mark.parametrize("kind", [KEPT, DRAFT])
+def test_a_window_hides_what_is_far(device, kind):
+    """Two whole pages and the newest are left of five; where keys and values go stays as it was."""
+    found = []
+    for function, window in ((round_rows, 2), (round_rows_reference, 2), (round_rows, 0), (round_rows, 4)):
+        lanes, draws = lanes_on(device), draws_on(device, 2, 1)
+        lanes.lengths[0], lanes.limits[0] = 290, 300
+        into = Pass.empty(kind, torch.full((1, PAGES), -9, dtype=torch.int32, device=device), 3 if kind == KEPT else 1)
+        order, produced = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+        step = 1 if kind == DRAFT else 0
+        function(order, lanes, draws, into, produced, kind=kind, drafts=2, step=step, window=window, copies=True)
+        found.append({name: tensor.tolist() for name, tensor in vars(into).items()})
+    near, reference, whole, wide = found
+    assert near == reference and wide == whole
+    assert whole["tables"] == [[0, 1, 2, 3, 4]] and near["tables"] == [[2, 3, 4, -9, -9]]
+    for name in near:
+        shift = 2 * PAGE if name in ("starts", "places") else 0
+        if name != "tables":
+            assert near[name] == ([value - shift for value in whole[name]] if shift else whole[name]), name
+
+
 def test_a_verification_pass_is_what_it_should_be(device):
     """Written out by hand: four lanes, three drafts."""
     ours, _ = both(device, [0, 1, 2, 3], 3, VERIFY, 0)

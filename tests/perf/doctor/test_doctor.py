@@ -35,7 +35,7 @@ def test_two_good_cards_without_nvlink():
         assert line(findings, f"GPU {index}", "x16").text == "PCIe 3 x16 (generation 1 while it rests)"
     assert line(findings, "driver", "580.65.06").grade == "good"
     assert "holds code for sm_70" in line(findings, "torch", "2.7.1").text
-    assert "2.2 us there and back, 10.9 GB/s" in line(findings, "GPU 0 - GPU 1", "stores into").text
+    assert "2.2 us a round trip, 10.9 GB/s; the other way 2.3" in line(findings, "GPU 0 - GPU 1", "stores into").text
 
 
 def test_the_other_memory_clock_and_nvlink():
@@ -85,6 +85,8 @@ def test_a_new_driver_is_fine_for_a_newer_card():
     )
     assert exit_code(findings) == 0 and line(findings, "driver", "590").text == "590.44.01"
     assert "newer than the V100" in line(findings, "GPU 0", "H200").text
+    assert "compiles for these cards" in line(found(Machine(newer, software=change(SOFTWARE, nvrtc_reaches_volta=False))),
+                                              "NVRTC", "12.6").text  # fmt: skip
     assert "4917 GB/s on paper" in line(findings, "GPU 0", "3201 MHz").text
 
 
@@ -110,6 +112,7 @@ def test_torch_without_code_for_the_card(software, words):
         ((2, 28, 3), ["sm_70", "sm_90"], "good", "2.28.3, code for sm_70, sm_90"),
         ((2, 28, 3), None, "limited", "NCCL 2.28.3 may hold no code for sm_70"),
         ((2, 21, 5), None, "good", "2.21.5"),
+        ((2, 26, 2), ["sm_70"], "good", "reported of it: illegal memory access"),
         (None, None, "limited", "torch has no NCCL"),
     ],
 )
@@ -142,6 +145,8 @@ def test_an_iommu_that_translates(kind):
     findings = found(Machine(*cards))
     assert line(findings, "IOMMU", f"group type {kind}").grade == "limited"
     assert "iommu=pt" in line(findings, "IOMMU", kind).remedy
+    linked = found(Machine(*[change(SXM2_V100, iommu=kind)] * 2))
+    assert line(linked, "IOMMU", "NVLink does not pass through").grade == "good"
     assert line(found(Machine(*[change(PCIE_V100, iommu="identity")] * 2)), "IOMMU", "identity").grade == "good"
 
 
@@ -172,10 +177,13 @@ def test_one_card_and_unlike_cards():
     assert line(alone, "pair", "one card").grade == "good"
     assert not [one for one in alone if one.about in ("NCCL", "NVLink", "IOMMU")]
     mixed = found(Machine(PCIE_V100, SXM2_V100))
-    assert line(mixed, "pair", "memory clock (1107 and 877)").grade == "limited" and exit_code(mixed) == 0
+    assert line(mixed, "pair", "memory clock (1107 and 877)").grade == "broken" and exit_code(mixed) == 1
+    three = found(Machine(PCIE_V100, PCIE_V100, SXM2_V100))
+    assert line(three, "pair", "GPU 1 and GPU 2 differ").grade == "limited" and exit_code(three) == 0
+    assert line(three, "pair", "GPU 0 and GPU 1 are alike").grade == "good"
     assert line(mixed, "NVLink", "none up on GPU 0").grade == "limited"
     foreign = found(Machine(PCIE_V100, change(PCIE_V100, name="T4", capability=(7, 5))))
-    assert line(foreign, "pair", "different generations").grade == "broken" and exit_code(foreign) == 1
+    assert line(foreign, "pair", "capability ((7, 0) and (7, 5))").grade == "broken" and exit_code(foreign) == 1
     small = found(Machine(change(PCIE_V100, memory=16 * GB, memory_free=16 * GB)))
     assert (
         line(small, "GPU 0", "leave little room").grade == "limited"
@@ -213,8 +221,14 @@ def test_a_card_that_one_should_not_buy_or_should_set_right(fields, grade, words
         (
             [1380, 1380, 1300, 1200, 1200, 1200, 1200, 1200, 1200],
             ("its power limit",),
+            "good",
+            "by its power limit",
+        ),
+        (
+            [1380, 1380, 1300, 900, 900, 900, 900, 900, 900],
+            ("its power limit",),
             "limited",
-            "its power limit holds",
+            "look at cables",
         ),
     ],
 )
