@@ -33,6 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--collective", default="", metavar="CHOICE", help="what was chosen between the cards")
     parser.add_argument("--pages", type=int, default=0, help="pages of the pool; 0: enough for every lane")
     parser.add_argument("--cpus", default="", metavar="LIST", help="CPUs near the card, with commas between")
+    parser.add_argument("--prefix-bytes", type=int, default=0, help="memory for the states of kept prefixes")
+    parser.add_argument("--prefix-interval", type=int, default=8192, help="as for serve")
     parser.add_argument("--drafts-from", type=Path, help="JSON list of lists: the drafts of each round")
 
 

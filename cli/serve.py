@@ -59,6 +59,13 @@ def server_options() -> list[Option]:
             "drafts-from", Path, "JSON list of lists: the drafts of each round (for tests)", metavar="FILE", place=True
         ),
         Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 512)"),
+        Option(
+            "prefix-cache",
+            _memory,
+            "host memory a rank may fill with the states of prompts it has read, such as 512M or 4G, or off (default: 2G)",
+            metavar="SIZE",
+        ),
+        Option("prefix-interval", _integer(64, 1 << 24), "tokens between the states of a long prompt (default: 8192)"),
         Option("host", str, "address to listen on (default: 127.0.0.1)"),
         Option("port", _integer(0, 65535), "port to listen on, 0 for any free one (default: 8000)"),
         Option(
@@ -138,6 +145,17 @@ def _devices(text: str) -> str:
     if text != "cpu" and not all(word.isdecimal() and len(word) < 5 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor numbers of cards with commas between")
     return text
+
+
+def _memory(text: str) -> int:
+    """Bytes from a number with K, M, G or T behind it; none from "off"."""
+    if text == "off":
+        return 0
+    unit = "KMGT".find(text[-1:].upper()) + 1 if text else 0
+    digits = text[:-1] if unit else text
+    if not digits.isdecimal() or int(digits) << 10 * unit >= 1 << 50:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither off nor a size such as 512M or 4G")
+    return int(digits) << 10 * unit
 
 
 def _integer(low: int, high: int | None = None) -> Callable[[str], int]:

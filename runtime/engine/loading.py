@@ -11,6 +11,7 @@ from ..parallel.base import Collective
 from .engine import PREFILL_CHUNK, Engine
 from .executor import Executor
 from .model import Model
+from .prefix import INTERVAL
 from .reference import ReferenceExecutor
 from .sources import WeightSource, open_source
 from .vision import VisionTower, VisionWeights
@@ -23,6 +24,7 @@ DraftHeadChoice = Literal["auto", "on", "off"]
 class EngineSettings:
     """Choices of the server; the same on every rank. `n_sampleable` None: as many as the directory's tokenizer has.
 
+    `prefix_bytes`: memory for the states of prefixes kept for later prompts, one at least each `prefix_interval` tokens.
     `draft_head`: draw drafts with the reduced head: where there is one (`auto`), in any case (`on`), never (`off`).
     `pages` of keys and values in the pool; None: enough for every lane at full context.
     """
@@ -35,6 +37,8 @@ class EngineSettings:
     drafts_from: list[list[int]] | None = None
     draft_head: DraftHeadChoice = "auto"
     pages: int | None = None
+    prefix_bytes: int = 0
+    prefix_interval: int = INTERVAL
 
 
 def tokenizer_ids(directory: Path, vocabulary: int) -> int:
@@ -103,6 +107,8 @@ def engine_of(
         tokenizer=path if (path := directory / "tokenizer.json").exists() else None,
         processor=None if tower is None else tower.processor,
         image_token=source.config.image_token,
+        prefix_bytes=settings.prefix_bytes,
+        prefix_interval=settings.prefix_interval,
     )
 
 

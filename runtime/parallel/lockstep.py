@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from ...checkpoint.errors import CheckFailed
 from ..messages import StepRecord
@@ -20,10 +20,11 @@ from .region import RECORD_WORDS, Region
 from .waiting import wait_for
 
 KINDS = ("admit", "prefill", "round", "idle")
-# Sequence; kind, tokens, hash, position, free pages, pending; received, cancel mask; then zeros up to the own hash.
-_BODY = struct.Struct(f"<9Q{8 * (RECORD_WORDS - 1 - 9)}x")
+# Sequence; the record's fields, of which the kind is a number; received, cancel mask; then zeros up to the own hash.
+_FIELDS = len(StepRecord.__struct_fields__)
+_BODY = struct.Struct(f"<{_FIELDS + 3}Q{8 * (RECORD_WORDS - 1 - _FIELDS - 3)}x")
 _HASH = struct.Struct("<Q")
-_COMPARED = slice(8, 56)  # bytes of the words that must be equal
+_COMPARED = slice(8, 8 + 8 * _FIELDS)  # bytes of the words that must be equal
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class SharedLockstep:
                 f"TP2 LOCKSTEP FAILURE at record {self._sequence} (seen by rank {self.rank})\n"
                 f"  rank 0: {first}\n  rank 1: {second}"
             )
-        their_received, their_mask = _BODY.unpack_from(data)[7:]
+        their_received, their_mask = _BODY.unpack_from(data)[1 + _FIELDS :]
         return Agreement(min(received, their_received), cancel_mask | their_mask)
 
     def _with_fault(self, record: StepRecord) -> StepRecord:
@@ -151,13 +152,11 @@ def _is_whole(data: bytes) -> bool:
 
 
 def _pack(sequence: int, record: StepRecord, received: int, cancel_mask: int) -> bytes:
-    body = _BODY.pack(
-        sequence, KINDS.index(record.kind), record.tokens_produced, record.token_hash, record.position, record.free_pages,
-        record.pending, received, cancel_mask,
-    )  # fmt: skip
+    kind, *numbers = astuple(record)
+    body = _BODY.pack(sequence, KINDS.index(kind), *numbers, received, cancel_mask)
     return body + _hash(body)
 
 
 def _unpack(data: bytes) -> StepRecord:
-    kind, *fields = _BODY.unpack_from(data)[1:7]
+    kind, *fields = _BODY.unpack_from(data)[1 : 1 + _FIELDS]
     return StepRecord(KINDS[kind], *fields)

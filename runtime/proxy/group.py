@@ -152,6 +152,7 @@ class RankGroup:
             socket.close()
         self._context.term()
         self._clear_names()
+        self._shared, self._progress = None, []  # the last mapping goes with them: the next generation needs the room
 
     def kill(self) -> None:
         """SIGKILL to what still runs: a rank in a wait of its own does not listen."""
@@ -177,6 +178,8 @@ class RankGroup:
             draft_head=plan.options.draft_head,
             drafts_from=None if plan.options.drafts_from is None else plan.options.drafts_from.absolute(),
             prefill_chunk=plan.options.prefill_chunk,
+            prefix_bytes=plan.options.prefix_cache,
+            prefix_interval=plan.options.prefix_interval,
             sampleable=plan.tokenizer.size,
             exchange_seconds=plan.exchange_seconds,
             ends=",".join(map(str, plan.tokenizer.stop_ids)),

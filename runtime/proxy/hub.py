@@ -34,6 +34,8 @@ class Counters:
     completion_tokens: int = 0
     proposed: int = 0
     accepted: int = 0
+    cached_prompts: int = 0
+    cached_tokens: int = 0
     restarts: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why finished answers ended
 
@@ -167,6 +169,8 @@ class Hub:
             self.counters.completion_tokens += len(event.tokens)
             self.counters.proposed += event.proposed
             self.counters.accepted += event.accepted
+            self.counters.cached_prompts += event.cached_tokens > 0
+            self.counters.cached_tokens += event.cached_tokens
             if not self._warned and self.counters.drafts_are_dead():
                 self._warned = True
                 print(

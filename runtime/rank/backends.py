@@ -75,6 +75,8 @@ def _settings(options: RankOptions) -> dict[str, Any]:
         "drafts_from": None if options.drafts_from is None else json.loads(options.drafts_from.read_bytes()),
         "draft_head": options.draft_head,
         "pages": options.pages or None,
+        "prefix_bytes": options.prefix_bytes,
+        "prefix_interval": options.prefix_interval,
     }
 
 
@@ -86,7 +88,7 @@ def _reference(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingE
     torch.set_num_threads(1)
     collective = SoloCollective() if mailbox is None else MailboxCollective(mailbox)
     engine = load_engine(options.dir, collective, EngineSettings(**_settings(options)))
-    return engine, dict(engine.executor.facts) | {"collective": _exchange(mailbox)}
+    return engine, engine.facts | {"collective": _exchange(mailbox)}
 
 
 def _cuda(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingEngine, dict[str, str]]:

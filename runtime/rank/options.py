@@ -36,6 +36,8 @@ class RankOptions:
     collective: str = ""
     pages: int = 0
     cpus: str = ""
+    prefix_bytes: int = 0
+    prefix_interval: int = 8192
 
     def arguments(self) -> list[str]:
         """The command line after `duovolt rank`."""

@@ -75,7 +75,8 @@ def load_cuda_engine(
             f"card {device} has no room: {str(error).splitlines()[0]} Something else may hold its memory; a smaller "
             "--max-context or fewer --lanes need less."
         ) from None
-    facts = dict(executor.facts)
+    engine = engine_of(executor, directory, plan.source, tower, settings)
+    facts = engine.facts
     facts["weights"] = f"{weights.nbytes / 1e9:.2f}GB"
     facts["load"] = f"{report.seconds:.1f}s,{report.nbytes / 1e9 / max(report.seconds, 1e-9):.1f}GB/s"
     facts["digests"] = f"{report.digest_seconds:.1f}s,waited={report.waited:.1f}s"
@@ -83,4 +84,4 @@ def load_cuda_engine(
         free, total = torch.cuda.mem_get_info(device)
         facts["card"] = torch.cuda.get_device_name(device).replace(" ", "_")
         facts["card_memory"] = f"{(total - free) / 1e9:.2f}of{total / 1e9:.2f}GB"
-    return engine_of(executor, directory, plan.source, tower, settings), facts
+    return engine, facts

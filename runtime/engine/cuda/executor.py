@@ -104,7 +104,7 @@ class CudaExecutor:
         }
 
     @torch.inference_mode()
-    def warm(self, chunk: int) -> None:
+    def warm(self, chunk: int = 512) -> None:
         """Load what rounds and chunks of `chunk` tokens need, and capture what most answers use, before anybody waits.
 
         Other numbers of lanes and depths are captured when they first come. Every rank calls it, before any lane opens.
@@ -167,9 +167,7 @@ class CudaExecutor:
         behind = count - 1 + before
         if self._reads_drafts(lane) and behind:
             kept = torch.cat((state.hidden[index, :before], wide[: count - 1]))
-            chunk = self.model.chunk(index, start - before, rope[:, :behind].contiguous(), slots[:behind].contiguous())
-            self.model.draft(embedded[1 - before :].contiguous(), kept, chunk)
-            state.counter.add_(chunk.overflows.sum())
+            self._read_drafts(lane, start - before, embedded[1 - before :], kept, rope[:, :behind], slots[:behind])
         state.hidden[index, 0] = wide[-1]
         self._images[index].release(start + count)
         self._lengths[index] = start + count
@@ -211,6 +209,12 @@ class CudaExecutor:
     def load(self, lane: Lane, saved: object) -> None:
         assert isinstance(saved, SavedState)
         self.state.load(lane.index, saved)
+        behind = len(saved.hidden) - 1
+        if self._reads_drafts(lane) and behind:  # the MTP layer catches up with what it had not read
+            start = saved.length - behind - 1
+            x = self.model.embed(self._int32(torch.tensor(lane.request.prompt[start + 1 : saved.length])))
+            slots, rope = self._int32(self._slots(lane, start, behind)), self._int32(lane.rope(start, behind))
+            self._read_drafts(lane, start, x, saved.hidden[:-1], rope, slots)
         self._images[lane.index].release(saved.length)
         self._lengths[lane.index] = saved.length
 
@@ -272,6 +276,12 @@ class CudaExecutor:
     def _foreseen(self, lane: Lane) -> bool:
         """Whether a lane's next round needs nothing of the host."""
         return lane.constraint is None and lane.forced is None and not lane.request.sampling.logprobs
+
+    def _read_drafts(self, lane: Lane, start: int, x: Tensor, hidden: Tensor, rope: Tensor, slots: Tensor) -> None:
+        """Let the MTP layer read hidden states of tokens from `start` on, with the embeddings of those behind them."""
+        chunk = self.model.chunk(lane.index, start, rope.contiguous(), slots.contiguous())
+        self.model.draft(x.contiguous(), hidden.contiguous(), chunk)
+        self.state.counter.add_(chunk.overflows.sum())
 
     def _reads_drafts(self, lane: Lane) -> bool:
         return self._uses_mtp and lane.forced is None

@@ -16,7 +16,10 @@ from .weights import CudaAttention, CudaDelta, CudaWeights
 
 @dataclass(frozen=True)
 class SavedState:
-    """A lane after `length` tokens: per delta layer its state and the convolution's last inputs; the last hidden state."""
+    """A lane after `length` tokens: per delta layer its state and the convolution's last inputs.
+
+    hidden float32 [n, H]: the last n hidden states, those that the MTP layer has not read.
+    """
 
     length: int
     states: list[Tensor]
@@ -100,18 +103,18 @@ class CudaState:
         turn = int(self.progress.turn[lane])
         histories = [memory.rows[turn, lane, :3].clone() for memory in self.delta]
         states = [memory.state[lane].clone() for memory in self.delta]
-        return SavedState(length, states, histories, self.hidden[lane, kept - 1].clone())
+        return SavedState(length, states, histories, self.hidden[lane, :kept].clone())
 
     def load(self, lane: int, saved: SavedState) -> None:
-        """Put a lane, just reset, where `saved` was."""
+        """Put a lane, just reset, where `saved` was; of the hidden states it keeps the last."""
         for memory, state, history in zip(self.delta, saved.states, saved.histories, strict=True):
             memory.state[lane] = state
             memory.rows[0, lane, :3] = history
-        self.hidden[lane, 0] = saved.hidden
+        self.hidden[lane, 0] = saved.hidden[-1]
         self.lanes.lengths[lane] = saved.length
 
     @property
     def state_bytes(self) -> int:
-        """What one saved state takes."""
+        """What one saved state takes at most."""
         per_lane = sum(memory.state[0].nbytes + memory.rows[0, 0, :3].nbytes for memory in self.delta)
-        return per_lane + self.hidden[0, 0].nbytes
+        return per_lane + self.hidden[0].nbytes
