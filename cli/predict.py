@@ -44,7 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
     parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as if there were a draft head (0: none)")
     parser.add_argument("--acceptance", type=float, default=CODE, metavar="A", help=f"of a draft (default: {CODE})")
-    parser.add_argument("--link", metavar="L", help="between ranks: none, pcie, nvlink (default: the card's first)")
+    parser.add_argument(
+        "--link",
+        metavar="L",
+        help="between ranks: none, pcie, nvlink, or microseconds a message (default: the card's first)",
+    )
     parser.add_argument("--host-us", type=float, default=0.0, metavar="U", help="host time a round (default: 0)")
     parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
     parser.add_argument("--head", choices=("split", "whole"), default="split", help="rows of the head on each rank")

@@ -97,7 +97,7 @@ def test_messages_follow_their_points() -> None:
     assert card.message(reduce, "nvlink") == pytest.approx(5.6e-6) and card.message(gather, "pcie") == pytest.approx(
         335e-6
     )
-    assert card.message(reduce, "none") == 0
+    assert card.message(reduce, "none") == 0 and card.message(gather, "2.5") == pytest.approx(2.5e-6)
     with pytest.raises(InputError, match="no figures of a link 'sli'"):
         card.message(reduce, "sli")
     assert isinstance(card.links["pcie"], LinkForm)
