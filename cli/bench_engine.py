@@ -93,6 +93,7 @@ class _Setup:
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
 
+        from ..kernels.prefill_attention import torch_attends
         from ..perf.engine import Alone, Bench, read_curve_here
         from ..perf.kernels import the_device
         from ..perf.machine import read_machine
@@ -128,7 +129,7 @@ class _Setup:
         share = pages_for(self._context)
         self._demand = Demand(
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
-            shared_heads=torch.cuda.get_device_capability(device)[0] >= 8,
+            keys_in_a_row=torch_attends(torch.cuda.get_device_capability(device)),
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         self._begun = begun

@@ -47,6 +47,12 @@ def prefill_chunks(
         begin = end
 
 
+def workspace_bytes(tokens: int, value_heads: int, heads: int) -> int:
+    """Working memory of a call of `tokens` tokens, wherever in a chunk they begin; `heads`: all that are convolved."""
+    rows = -(-(min(tokens, PIECE) + CHUNK - 1) // CHUNK) * CHUNK
+    return rows * (2 * HEAD * heads + value_heads * (2 * 2 * HEAD + 2 * CHUNK + 4 * HEAD + 4 * 4))
+
+
 def scan_shared_bytes(arch: int) -> int:
     """Dynamic shared memory of a block of `chunks_scan` for sm_`arch`: with two chunks' operands where there is room."""
     stages = 0 if arch < 80 else 2 if arch == 80 or 90 <= arch < 120 else 1

@@ -15,7 +15,7 @@ from .kvcache import BLOCKS, DIM, PAGE, KVCache
 from .norm import check_heads, output_gate, staged
 
 SOURCE, OWN_SOURCE = "kvcache.cu", "attention_prefill.cu"
-FIRST_WITH_FLASH = 80  # compute capability of torch's flash attention
+FIRST_WITH_FLASH = (8, 0)  # compute capability of torch's flash attention
 _THREADS = 256
 ROWS = {True: 64, False: 56}  # query rows (tokens x heads of a kv head) a block, by int8 or fp16
 
@@ -49,6 +49,11 @@ def _check_table(cache: KVCache, table: Tensor, length: int) -> None:
         )
 
 
+def torch_attends(capability: tuple[int, int]) -> bool:
+    """Whether prompts' attention is torch's on a card, which wants keys and values in a row; else it is our own."""
+    return capability >= FIRST_WITH_FLASH
+
+
 def prefill_attention(
     query: Tensor,
     cache: KVCache,
@@ -67,7 +72,8 @@ def prefill_attention(
     """
     out = _checked(query, cache, start, gate, out)
     if own is None:
-        own = int(checks.module_on(SOURCE, query.device).arch.partition("_")[2]) < FIRST_WITH_FLASH
+        arch = int(checks.module_on(SOURCE, query.device).arch.partition("_")[2])
+        own = not torch_attends(divmod(arch, 10))
     if own:
         return _own(query, cache, table, start, gate, out)
     tokens, heads, _ = query.shape
