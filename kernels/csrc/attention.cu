@@ -8,13 +8,9 @@
 #include "attention_tiles.cuh"
 
 constexpr int kMaxSegments = 2560;
-#ifndef ATT_PREFETCH
-#define ATT_PREFETCH 2
-#endif
-#ifndef ATT_BLOCKS
-#define ATT_BLOCKS 3
-#endif
-constexpr int kFetchAhead = ATT_PREFETCH; // pages
+// Newer cards only: pages that are brought into the second-level cache ahead of those in registers. A V100's is too small.
+constexpr int kFetchAhead = 2;
+constexpr int kFewRowsBlocks = __CUDA_ARCH__ >= 800 ? 2 : 3; // a multiprocessor should hold: what registers allow
 constexpr int kSegmentPages = 8;      // pages of the longest segment
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNothing = -1e30f;    // below every score, and finite: the difference of two is no NaN
@@ -315,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
                              counts, firsts, partial, stats, q_heads, passes, pass_tokens, scale * kLog2e);            \
     }
 
-ATTEND(attention_int8_1, Int8Cache, 1, ATT_BLOCKS)
+ATTEND(attention_int8_1, Int8Cache, 1, kFewRowsBlocks)
 ATTEND(attention_int8_2, Int8Cache, 2, 2)
 ATTEND(attention_int8_3, Int8Cache, 3, 2)
 ATTEND(attention_int8_4, Int8Cache, 4, 1)
