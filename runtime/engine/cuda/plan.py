@@ -180,7 +180,8 @@ def _chunk_bytes(demand: Demand, max_context: int) -> int:
     )
     token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
     repeats = 1 if demand.shared_heads else 1 + text.num_attention_heads // tp // kv_heads
-    keys_and_values = 2 * 2 * kv_heads * DIM * max_context * repeats
+    # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
+    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context * repeats
     tables = 2 * 4 * text.rotary_dim // 2 * max_context
     return demand.chunk * token + SCRATCH_BYTES + keys_and_values + tables
 
