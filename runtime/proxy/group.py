@@ -152,6 +152,7 @@ class RankGroup:
             socket.close()
         self._context.term()
         self._clear_names()
+        self._shared, self._progress = None, []  # the last mapping goes with them: the next generation needs the room
 
     def kill(self) -> None:
         """SIGKILL to what still runs: a rank in a wait of its own does not listen."""

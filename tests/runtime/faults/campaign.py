@@ -42,12 +42,13 @@ _FAILURE = "TP2 LOCKSTEP FAILURE"
 _SILENT = "no answer from rank|no lockstep record"
 
 
-def trials(backend: str) -> Iterator[Trial]:
-    """Every trial of a backend. The scripted one reads a prompt, and loads again, in no time: it has no such phases."""
+def trials(backend: str, size: int = 2) -> Iterator[Trial]:
+    """Every trial of a backend with `size` ranks. The scripted one has no phase in which a prompt is read, or ranks load
+    again: it takes no time for them."""
     scripted = backend == "scripted"
     serving = [phase for phase in SERVING if phase != "prefill" or not scripted]
     restarting = [phase for phase in RESTARTING if phase != "reload" or not scripted]
-    for victim in (0, 1):
+    for victim in range(size):
         name = f"rank {victim}"
         for fault, number in (("SIGKILL", signal.SIGKILL), ("SIGSTOP", signal.SIGSTOP)):
             for phase in STARTING:
@@ -62,9 +63,9 @@ def trials(backend: str) -> Iterator[Trial]:
         yield Trial("SIGKILL", "proxy", phase, proxy_dies(phase))
         yield Trial("SIGSTOP for 6 s", "proxy", phase, proxy_pauses(phase))
     yield Trial("SIGKILL, five times", "all", "any", everything_dies)
-    for victim in (0, 1):
-        yield from _doors(victim)
-    yield Trial("a second process", "rank 1", "start", second_rank_process)
+    for victim in range(size):
+        yield from _doors(victim, size)
+    yield Trial("a second process", f"rank {size - 1}", "start", second_rank_process)
     yield Trial("a second server", "all", "decode", second_server)
     for phase in ("queue", *(("prefill",) if not scripted else ()), "decode"):
         for way in WAYS:
@@ -81,18 +82,18 @@ def _mixed(world: World, most_tokens: int) -> None:
     print(f"    {mixed_requests(world, most_tokens=most_tokens)}")
 
 
-def _doors(victim: int) -> Iterator[Trial]:
+def _doors(victim: int, size: int) -> Iterator[Trial]:
     name = f"rank {victim}"
 
     def trial(fault: str, phase: str, run: Callable[[World], None]) -> Trial:
         return Trial(fault, name, phase, run)
 
-    for kind in ("hash", "position", "count"):
+    for kind in ("hash", "position", "count") if size == 2 else ():
         for at in (0, 1, 7):
             run = door_opens("DUOVOLT_LOCKSTEP_FAULT", f"{victim}:{at}:{kind}", words=_FAILURE, survives=False,
                              most_tokens=1 + 4 * (at + 1))  # fmt: skip
             yield trial(f"wrong {kind} in record", f"round {at}", run)
-    for step in (2, 41):
+    for step in (2, 41) if size == 2 else ():
         for kind in ("drop", "stale", "6000"):
             run = door_opens("DUOVOLT_MAILBOX_FAULT", f"{victim}:{step}:{kind}", words=_SILENT, survives=False)
             label = {"drop": "lost", "stale": "stale"}.get(kind, "6 s late")
@@ -143,6 +144,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=("scripted", "reference", "cuda"))
     parser.add_argument("--only", default="", help="trials whose fault, victim and phase hold this word")
+    parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of duovolt serve, in one word")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the outcomes there")
@@ -151,8 +154,11 @@ def main() -> int:
     report: list[dict[str, object]] = []
     for backend in args.backend or ["scripted", "reference"]:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            world = scripted_world(Path(folder)) if backend == "scripted" else real_world(Path(folder), backend)
-            chosen = [t for t in trials(backend) if args.only in f"{t.fault}, {t.victim}, {t.phase}"]
+            if backend == "scripted":
+                world = scripted_world(Path(folder), size=args.ranks)
+            else:
+                world = real_world(Path(folder), backend, args.serve.split(), args.ranks)
+            chosen = [t for t in trials(backend, args.ranks) if args.only in f"{t.fault}, {t.victim}, {t.phase}"]
             run_trials(world, chosen * args.repeat, report)
     print(table(report))
     if args.json:

@@ -96,7 +96,7 @@ def _one_round(world: World, pid: int, phase: str) -> None:
 
     The rank that heard of it later may ask once more in that next record, which changes nothing.
     """
-    (pair,) = log_pairs(world.logs, pid)
+    (pair,) = log_pairs(world.logs, pid, solo=world.size == 1)
     lines = [json.loads(line) for line in pair[0]]
     at, *again = (index for index, line in enumerate(lines) if line["cancel_mask"])
     assert again in ([], [at + 1])

@@ -40,7 +40,7 @@ def full_at_restart(world: World) -> None:
     """The ranks start again as soon as there is room, and not before; meanwhile the server says so."""
     with running(world, before=_small(2 * _REGION)) as server:
         server.wait_ready()
-        os.kill(wait_ranks(server)[1], signal.SIGKILL)
+        os.kill(wait_ranks(world, server)[-1], signal.SIGKILL)
         server.wait_log("Ranks start again in 1 s")
         filler = Path(f"/proc/{server.pid}/root/dev/shm/filler")
         with filler.open("wb", buffering=0) as file:

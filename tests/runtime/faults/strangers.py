@@ -14,7 +14,7 @@ from .world import LONG, World
 def second_rank_process(world: World) -> None:
     """The very command line of a running rank, once more: it leaves by itself, and the server does not notice."""
     with running(world, DUOVOLT_START_FAULT="0:1:1500") as server:
-        command = Path(f"/proc/{wait_ranks(server)[1]}/cmdline").read_text().split("\0")[:-1]
+        command = Path(f"/proc/{wait_ranks(world, server)[-1]}/cmdline").read_text().split("\0")[:-1]
         early = subprocess.run(command, capture_output=True, text=True, timeout=30)
         server.wait_ready()
         late = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ SHORT, LONG = 6, 90  # tokens
 
 @dataclass
 class World:
-    """A backend with its ranks. `expected`: the text of the longest answer; every shorter one is a part of it."""
+    """A backend with its `size` ranks. `expected`: the text of the longest answer; every shorter one is a part of it."""
 
     backend: str
     ranks: Path
@@ -26,6 +27,7 @@ class World:
     prompt: Any
     long_prompt: Any = None
     expected: str = ""
+    size: int = 2
     extra: dict[str, Any] = field(default_factory=dict)
 
     def server(
@@ -49,21 +51,20 @@ class World:
         return {"prompt": prompt, "max_tokens": tokens, "stream": stream, "temperature": 0, **self.extra}
 
 
-def scripted_world(folder: Path, *, delay_ms: float = 30) -> World:
+def scripted_world(folder: Path, *, delay_ms: float = 30, size: int = 2) -> World:
     """Answers of single tokens, at a steady pace."""
     text = (LETTERS * 40)[:2000]
     script = write_script(folder / "script.jsonl", {"blocks": [[token] for token in ids(text)], "delay_ms": delay_ms})
-    world = World("scripted", make_ranks(folder / "ranks", 2), _logs(folder), ["--backend", f"scripted:{script}"], "hi")
-    world.expected = text
-    return world
+    options = ["--backend", f"scripted:{script}"]
+    return World("scripted", make_ranks(folder / "ranks", size), _logs(folder), options, "hi", expected=text, size=size)
 
 
-def real_world(folder: Path, backend: str = "reference") -> World:
-    """The fixture's tiny model; its plain answer is asked for once."""
+def real_world(folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2) -> World:
+    """The fixture's tiny model, served with `more` options; its plain answer is asked for once."""
     from ..real_model import make_ranks as make_real_ranks
 
-    options = ["--backend", backend, "--max-context", "4096", "--prefill-chunk", "32", "--drafts", "3"]
-    world = World(backend, make_real_ranks(folder, 2), _logs(folder), options, [1, 2, 3, 4, 5])
+    options = ["--backend", backend, "--max-context", "4096", "--prefill-chunk", "32", "--drafts", "3", *more]
+    world = World(backend, make_real_ranks(folder, size), _logs(folder), options, [1, 2, 3, 4, 5], size=size)
     world.long_prompt = [1 + number % 200 for number in range(3500)]
     world.extra = {"ignore_eos": True}
     server = world.server(watchdog=60)
@@ -82,11 +83,13 @@ def _logs(folder: Path) -> Path:
     return logs
 
 
-def log_pairs(logs: Path, pid: int) -> list[list[list[str]]]:
-    """Of each start of the ranks of server `pid`, in order: the lines of both ranks' logs."""
+def log_pairs(logs: Path, pid: int, *, solo: bool = False) -> list[list[list[str]]]:
+    """Of each start of the ranks of server `pid`, in order: the lines of both ranks' logs (of the only one, twice)."""
     names = {path.name.partition(".")[0] for path in logs.glob(f"duovolt-{pid}-*.jsonl")}
     pairs = []
     for name in sorted(names, key=lambda name: min(path.stat().st_mtime for path in logs.glob(f"{name}.*"))):
-        files = [logs / f"{name}.rank-{rank}.jsonl" for rank in (0, 1)]
+        files = [logs / f"{name}.rank-{rank}.jsonl" for rank in range(2)]
+        if solo:
+            files[1] = files[0]
         pairs.append([file.read_text().splitlines() if file.exists() else [] for file in files])
     return pairs
