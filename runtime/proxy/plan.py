@@ -133,7 +133,6 @@ def _settle(
         drafts=drafts,
         prefill_chunk=options.prefill_chunk,
         max_context=options.max_context or None,
-        prefix_cache=options.prefix_cache,
     )
     found = preflight(wishes)
     if isinstance(found, Settled):
