@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..perf.engine import RoundFigures
+    from ..kernels.module import forced_arch
 
     _check(args)
+    with forced_arch(args.arch) if args.arch else nullcontext():
+        return _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from ..perf.engine import RoundFigures
+
     setup = _Setup(args)
     if not args.quiet:
         print(setup.headline, flush=True)
@@ -141,6 +149,7 @@ class _Setup:
             n_sampleable=weights.config.text.vocab_size,
             pages=lanes * share,
             int8=args.kv == "int8",
+            draft_window=args.draft_window,
             graphs=args.graphs == "on",
         )
         self._bench = Bench(executor, lanes, self._context)
@@ -149,7 +158,8 @@ class _Setup:
             "machine": {"card": machine.card, "driver": machine.driver, "torch": machine.torch, "cuda": machine.cuda,
                         "memory_mhz": machine.memory_mhz, "date": machine.date, "duovolt": machine.duovolt},
             "model": self._sheet.label, "tp": args.tp, "kv": args.kv, "drafts": args.drafts, "chunk": args.chunk,
-            "draft_rows": args.draft_rows, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
+            "draft_rows": args.draft_rows, "draft_window": args.draft_window,
+            "arch": args.arch, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
             "weights_bytes": weights.nbytes, "plan": self._plan.parts,
             "curve": [[point.nbytes, point.gbps] for point in self._curve.points],
         }  # fmt: skip
@@ -162,7 +172,7 @@ class _Setup:
         return (
             f"{facts['machine']['card']}, driver {facts['machine']['driver']}, torch {facts['machine']['torch']}; "
             f"{facts['model']}{alone}; {facts['weights_bytes'] / 1e9:.2f} GB of weights, kv {facts['kv']}, "
-            f"{facts['drafts']} drafts, graphs {facts['graphs']}{load}"
+            f"{facts['drafts']} drafts, graphs {facts['graphs']}{f', kernels {arch}' if (arch := facts['arch']) else ''}{load}"
         )
 
     @property
