@@ -145,7 +145,6 @@ def _settle(
         drafts=drafts,
         prefill_chunk=chunk_of(options, on_cards=not on_cpu),
         max_context=options.max_context or None,
-        prefix_cache=options.prefix_cache,
     )
     found = preflight(wishes)
     if isinstance(found, Settled):
