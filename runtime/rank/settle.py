@@ -76,7 +76,6 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         drafts=wishes.drafts,
         chunk=wishes.prefill_chunk,
         vision=max(plan.vision for plan in plans),
-        prefix_cache=wishes.prefix_cache,
         picture_patches=patches,
         keys_in_a_row=not cards or torch_attends(cards[0].capability),
     )
