@@ -51,6 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
     parser.add_argument("--graphs", choices=("on", "off"), default="on")
     parser.add_argument(
+        "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
+    )
+    parser.add_argument(
         "--collective-us", type=float, default=0.0, metavar="US", help="of one sum, for the floor of --tp 2"
     )
     parser.add_argument("--no-profile", action="store_true", help="no breakdown by kernel")
