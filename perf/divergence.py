@@ -48,10 +48,10 @@ class Predictor:
     @torch.inference_mode()
     def log_probabilities(self, tokens: list[int]) -> Tensor:
         """float64 [T, ids]: after each token of a window, what comes next."""
-        cache = Cache(self._weights, lanes=1, max_context=self._window)
         count = len(tokens)
-        if not cache.claim(0, count):
+        if count > self._window:
             raise ValueError(f"{count} tokens in a window of {self._window}")
+        cache = Cache.for_one(self._weights, count)
         batch = Batch(torch.tensor(tokens), [Segment(0, 0, count)], torch.arange(count).expand(3, -1), by_rows=False)
         logits = self._model.logits(self._model.forward(batch, cache), by_rows=False)
         return torch.log_softmax(logits[:, : self.sampleable].double(), dim=-1)

@@ -1,17 +1,22 @@
-"""Operations of the vision tower: one picture at a time, every rank the same ones, so no row-by-row forms are needed."""
+"""Operations of the vision tower: one picture at a time, every rank the same ones, so no row-by-row forms are needed.
+
+Weights of 16 bits are widened where they are used: a tower costs the memory of what is stored.
+"""
 
 import torch
 from torch import Tensor
 
+SCORES_BYTES = 256 << 20  # of attention scores at a time, where a backend keeps them
+
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis of x [T, H]."""
-    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+    return torch.nn.functional.layer_norm(x, weight.shape, weight.float(), bias.float(), eps)
 
 
 def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]."""
-    return torch.nn.functional.linear(x, weight, bias)
+    return torch.nn.functional.linear(x, weight.float(), bias.float())
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -27,15 +32,22 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def attend_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Every patch attends to every patch: [T, H, D] each -> softmax(q k^T / sqrt(D)) v, [T, H, D].
 
-    Memory does not grow with T squared.
+    A few queries at a time where there are many: memory does not grow with T squared, whichever backend torch takes.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+    tokens, heads = query.shape[:2]
+    step = max(1, SCORES_BYTES // (4 * heads * tokens))
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(q[:, :, first : first + step], k, v)
+        for first in range(0, tokens, step)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[0].transpose(0, 1)
 
 
-def grid_positions(rows: int, columns: int, merge: int) -> Tensor:
+def grid_positions(rows: int, columns: int, merge: int, device: torch.device | str = "cpu") -> Tensor:
     """Row and column of each patch, int64 [rows * columns, 2], patches of one merge x merge square side by side."""
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    extents = (torch.arange(extent, device=device) for extent in (rows, columns))
+    row, column = torch.meshgrid(*extents, indexing="ij")
     shape = (rows // merge, merge, columns // merge, merge)
     return torch.stack([x.reshape(shape).transpose(1, 2).flatten() for x in (row, column)], dim=-1)
 
@@ -46,7 +58,7 @@ def grid_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
     Frequencies are theta^(-2 j / (D / 2)), j in [0, D / 4).
     """
     quarter = head_dim // 4
-    frequencies = 1.0 / (theta ** (torch.arange(quarter, dtype=torch.float32) / quarter))
+    frequencies = 1.0 / (theta ** (torch.arange(quarter, dtype=torch.float32, device=positions.device) / quarter))
     angles = (positions[:, :, None].float() * frequencies).flatten(1)
     return angles.cos(), angles.sin()
 
@@ -63,7 +75,7 @@ def resample_table(table: Tensor, positions: Tensor, rows: int, columns: int) ->
         low = at.floor()
         taps.append((low.long(), (low.long() + 1).clamp(max=side - 1)))
         weights.append((1 - (at - low), at - low))
-    total = table.new_zeros(len(positions), table.shape[1])
+    total = torch.zeros(len(positions), table.shape[1], device=table.device)
     for down, down_weight in zip(taps[0], weights[0], strict=True):
         for across, across_weight in zip(taps[1], weights[1], strict=True):
             total += table[down * side + across] * (down_weight * across_weight)[:, None]

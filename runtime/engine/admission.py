@@ -1,9 +1,39 @@
 """Which requests can be served at all, and how long their answers may get."""
 
-from ..messages import GenerateRequest
+from ...checkpoint.errors import InputError
+from ..images.processor import ImageProcessor
+from ..messages import GenerateRequest, ImageInput
 from .pages import pages_for
 from .sampling import fault_of
-from .vision import VisionTower
+from .speculation import MAX_DRAFTS
+
+
+def check_settings(max_context: int, lanes: int) -> None:
+    """Raises InputError for settings that no engine or executor works with."""
+    check_range("context", max_context, 2, 1 << 24)
+    check_range("lanes", lanes, 1, 4)
+
+
+def check_range(name: str, value: int, least: int, most: int) -> None:
+    """Raises InputError for a setting out of its range."""
+    if not least <= value <= most:
+        raise InputError(f"engine: {name} is {value}, expected {least} to {most}.")
+
+
+def check_forced(rounds: object, n_sampleable: int) -> None:
+    """`rounds` may come straight from a file: it must be a list of lists of ids. Raises InputError."""
+    if not isinstance(rounds, list):
+        raise InputError("forced drafts: expected a list of lists of token ids, one list a round.")
+    for number, row in enumerate(rounds):
+        if (
+            not isinstance(row, list)
+            or len(row) > MAX_DRAFTS
+            or any(type(token) is not int or not 0 <= token < n_sampleable for token in row)
+        ):
+            raise InputError(
+                f"forced drafts: round {number} is {str(row)[:60]}, expected at most {MAX_DRAFTS} token ids below "
+                f"{n_sampleable}."
+            )
 
 
 def answer_limit(request: GenerateRequest, max_context: int) -> int:
@@ -36,19 +66,19 @@ def fault_of_request(request: GenerateRequest, max_context: int, vocabulary: int
     return fault_of(request.sampling, vocabulary)
 
 
-def fault_of_images(request: GenerateRequest, tower: VisionTower | None, image_token: int | None) -> str | None:
+def fault_of_images(request: GenerateRequest, processor: ImageProcessor | None, image_token: int | None) -> str | None:
     """Why the pictures of a request cannot be read, None if they can."""
     if not request.images:
         return None
-    if tower is None:
+    if processor is None:
         return "the request holds pictures; this model has no vision tower."
     if request.rope_positions is None:
         return "the request holds pictures but no rope_positions."
     end = 0
     for number, image in enumerate(request.images):
-        if fault := tower.fault_of(image):
+        if fault := _picture_fault(image, processor):
             return f"picture {number}: {fault}"
-        begin, end = end, image.start + tower.tokens(image)
+        begin, end = end, image.start + processor.tokens(image.height, image.width)
         if not begin <= image.start or end > len(request.prompt):
             return f"picture {number} has tokens {image.start} to {end - 1}, expected {begin} to {len(request.prompt) - 1}."
         if any(token != image_token for token in request.prompt[image.start : end]):
@@ -71,4 +101,16 @@ def _rope_fault(rows: list[list[int]], length: int) -> str | None:
         return f"rope_positions has rows of {[len(row) for row in rows]} positions, expected three of {length}."
     if any(not 0 <= position < length for row in rows for position in row):
         return f"rope_positions must lie in 0 to {length - 1}: images take no more positions than tokens."
+    return None
+
+
+def _picture_fault(image: ImageInput, processor: ImageProcessor) -> str | None:
+    factor, bytes_ = processor.factor, 3 * image.height * image.width
+    if image.height < factor or image.width < factor or image.height % factor or image.width % factor:
+        return f"a picture of {image.width} x {image.height} pixels is not whole tokens of {factor} x {factor}."
+    if len(image.pixels) != bytes_ or image.height * image.width > processor.max_pixels:
+        return (
+            f"a picture of {image.width} x {image.height} pixels has {len(image.pixels)} bytes, expected {bytes_}, "
+            f"of at most {processor.max_pixels} pixels."
+        )
     return None

@@ -1,6 +1,7 @@
-"""Everything a lane remembers: pages of the main layers and of the MTP layer, recurrent states, lengths."""
+"""The reference's memory of its lanes: pages of the main layers and of the MTP layer, recurrent states, lengths."""
 
-from .pages import PagedKV, pages_for
+from .kv import PagedKV
+from .pages import pages_for
 from .states import RecurrentStates
 from .weights import ModelWeights
 
@@ -11,12 +12,10 @@ class Cache:
     pages              size of each pool
     lengths[lane]      tokens whose keys, values and states are in place; the next token stands at this index
     mtp_lengths[lane]  the same for the MTP layer
-    rope_deltas[lane]  rotary position minus index for tokens after the prompt (not 0 after images)
     """
 
-    def __init__(self, weights: ModelWeights, *, lanes: int, max_context: int, pages: int | None = None) -> None:
+    def __init__(self, weights: ModelWeights, *, lanes: int, pages: int) -> None:
         sizes = weights.sizes
-        pages = lanes * pages_for(max_context) if pages is None else pages
         self.pages = pages
         attention = sum(1 for kind in weights.kinds if kind == "full_attention")
         self.kv = PagedKV(attention, sizes.kv_heads, sizes.head_dim, pages, lanes)
@@ -30,31 +29,35 @@ class Cache:
         )
         self.lengths = [0] * lanes
         self.mtp_lengths = [0] * lanes
-        self.rope_deltas = [0] * lanes
 
-    @property
-    def free_pages(self) -> int:
-        """Pages free in both pools together."""
-        return self.kv.free_pages + self.mtp_kv.free_pages
+    @staticmethod
+    def for_one(weights: ModelWeights, tokens: int) -> "Cache":
+        """One lane, open for at most `tokens` tokens."""
+        cache = Cache(weights, lanes=1, pages=pages_for(tokens))
+        cache.open(0, list(range(cache.pages)))
+        return cache
 
-    def claim(self, lane: int, tokens: int) -> bool:
-        """Prepare an empty lane for at most `tokens` tokens; False if too few pages are free."""
-        if not self.kv.claim(lane, tokens):
-            return False
-        claimed = self.mtp_kv.claim(lane, tokens)
-        assert claimed, "both pools have the same pages and the same claims"
+    def open(self, lane: int, pages: list[int]) -> None:
+        """Start a lane from nothing in these pages."""
+        self.set_pages(lane, pages)
         self.recurrent.reset(lane)
-        self.lengths[lane] = self.mtp_lengths[lane] = self.rope_deltas[lane] = 0
-        return True
+        self.lengths[lane] = self.mtp_lengths[lane] = 0
 
-    def release(self, lane: int) -> None:
-        """Give back everything a lane holds."""
-        self.kv.release(lane)
-        self.mtp_kv.release(lane)
-        self.recurrent.reset(lane)
-        self.lengths[lane] = self.mtp_lengths[lane] = self.rope_deltas[lane] = 0
+    def set_pages(self, lane: int, pages: list[int]) -> None:
+        """The lane's tokens lie in these pages."""
+        self.kv.set_table(lane, pages)
+        self.mtp_kv.set_table(lane, pages)
+
+    def close(self, lane: int) -> None:
+        """Forget what a lane held."""
+        self.open(lane, [])
 
     def commit(self, lane: int, tokens: int) -> None:
         """Keep the first `tokens` tokens of the lane's round; what lies behind them is overwritten by the next round."""
         self.recurrent.commit(lane, tokens)
         self.lengths[lane] += tokens
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of every layer, the MTP layer's too."""
+        self.kv.copy_page(source, target)
+        self.mtp_kv.copy_page(source, target)

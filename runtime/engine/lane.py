@@ -1,22 +1,22 @@
-"""One answer in the making: its request, its tokens, and what the MTP layer has yet to read."""
+"""One answer in the making, as the host knows it: its request, its tokens, its pages."""
 
 import torch
 from torch import Tensor
 
 from ..messages import GenerateRequest
 from .constraint import Constraint
-from .sampling import Sampler
-from .vision import PromptImages, VisionTower
 
 
 class Lane:
-    """A running request in lane number `index` of the cache.
+    """A running request in lane number `index`. What computes it keeps its own state beside.
 
-    tokens   prompt and answer
-    read     prompt tokens that the cache holds already; the prompt is done when all are
-    hidden   the target's hidden states [r, hidden] that the MTP layer has not seen, the last r positions of the cache
-    rounds   decode rounds so far
-    images   the prompt's pictures that are yet to be read
+    limit       tokens the answer may have
+    pages       pages of keys and values, in the order of its tokens
+    tokens      prompt and answer
+    read        prompt tokens that have been read
+    rounds      decode rounds so far
+    constraint  the grammar that the answer is held to; it knows the tokens of `tokens`
+    forced      instead of the MTP layer's drafts: those of each round, none after the last
     """
 
     def __init__(
@@ -24,26 +24,27 @@ class Lane:
         index: int,
         request: GenerateRequest,
         limit: int,
-        vocabulary: int,
+        pages: list[int],
         constraint: Constraint | None = None,
-        tower: VisionTower | None = None,
+        forced: list[list[int]] | None = None,
     ) -> None:
         self.index = index
         self.request = request
         self.limit = limit
-        self.sampler = Sampler(request.sampling, request.prompt, vocabulary, constraint)
+        self.pages = pages
+        self.constraint = constraint
+        self.forced = forced
         self.tokens = list(request.prompt)
         self.read = 0
         self.rounds = 0
-        self.hidden: Tensor | None = None
-        self.images = PromptImages(request.images, tower)
         self.rope_delta = 0
         if request.rope_positions is not None:
             self.rope_delta = max(map(max, request.rope_positions)) + 1 - len(request.prompt)
 
     @property
     def prefilling(self) -> bool:
-        return self.read < len(self.request.prompt)
+        """The answer has not begun."""
+        return not self.produced
 
     @property
     def produced(self) -> int:
@@ -54,6 +55,18 @@ class Lane:
         """Tokens the answer may still grow by."""
         return self.limit - self.produced
 
+    @property
+    def length(self) -> int:
+        """Tokens whose keys, values and states are in place; an answer's last token is read by the round after it."""
+        return self.read + max(0, self.produced - 1)
+
+    def forced_drafts(self) -> list[int] | None:
+        """The given drafts of the present round; None where the MTP layer drafts."""
+        if self.forced is None:
+            return None
+        drafts = self.forced[self.rounds] if self.rounds < len(self.forced) else []
+        return drafts[: self.remaining - 1]
+
     def rope(self, start: int, count: int) -> Tensor:
         """Rotary positions int64 [3, count] of the tokens at index start .. start + count - 1."""
         given = self.request.rope_positions
@@ -63,19 +76,20 @@ class Lane:
         inside = torch.tensor([row[start : start + count] for row in given], dtype=torch.int64)
         return torch.cat((inside, after[inside.shape[1] :].expand(3, -1)), dim=-1)
 
-    def keep_hidden(self, hidden: Tensor) -> None:
-        """Add hidden states [r, hidden] that the MTP layer will read in the next draft."""
-        self.hidden = hidden if self.hidden is None else torch.cat((self.hidden, hidden))
+    def cut(self, tokens: list[int]) -> tuple[list[int], str | None]:
+        """Those of `tokens`, coming next, up to a stop id or the limit; and the reason to finish, if there is one."""
+        for count, token in enumerate(tokens, start=1):
+            if not self.request.ignore_eos and token in self.request.stop_ids:
+                return tokens[:count], "stop"
+            if count >= self.remaining:
+                return tokens[:count], "length"
+        return tokens, None
 
     def add(self, tokens: list[int]) -> tuple[list[int], str | None]:
-        """Take tokens up to a stop id or the limit: those taken, and the reason to finish, if there is one."""
-        taken: list[int] = []
-        for token in tokens:
-            taken.append(token)
-            self.tokens.append(token)
-            self.sampler.accept(token)
-            if not self.request.ignore_eos and token in self.request.stop_ids:
-                return taken, "stop"
-            if self.remaining <= 0:
-                return taken, "length"
-        return taken, None
+        """Take what `cut` leaves: the tokens taken, and the reason to finish, if there is one."""
+        taken, reason = self.cut(tokens)
+        self.tokens += taken
+        if self.constraint is not None:
+            for token in taken:
+                self.constraint.accept(token)
+        return taken, reason

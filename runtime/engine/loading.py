@@ -10,6 +10,7 @@ from ..images.processor import ImageProcessor
 from ..parallel.base import Collective
 from .engine import PREFILL_CHUNK, Engine
 from .model import Model
+from .reference import ReferenceExecutor
 from .sources import open_source
 from .vision import VisionTower
 from .weights import load_weights
@@ -75,19 +76,26 @@ def load_engine(directory: Path, collective: Collective, settings: EngineSetting
             "recipe, or leave the option out."
         )
     weights, vision = load_weights(source), source.config.vision
-    tower = None
+    processor = tower = None
     if weights.vision is not None and vision is not None:
-        tower = VisionTower(weights.vision, ImageProcessor.read(directory, vision))
-    model = Model(weights, collective, settings.max_context, settings.draft_head != "off")
-    return Engine(
-        model,
-        collective,
+        processor = ImageProcessor.read(directory, vision)
+        tower = VisionTower(weights.vision, processor)
+    executor = ReferenceExecutor(
+        Model(weights, collective, settings.max_context, settings.draft_head != "off"),
         max_context=settings.max_context,
         lanes=settings.lanes,
-        drafts=settings.drafts,
+        drafts=settings.drafts if settings.drafts_from is None else 0,
+        n_sampleable=sampleable,
+        tower=tower,
+    )
+    return Engine(
+        executor,
+        max_context=settings.max_context,
+        lanes=settings.lanes,
         n_sampleable=sampleable,
         prefill_chunk=settings.prefill_chunk,
         drafts_from=settings.drafts_from,
         tokenizer=path if (path := directory / "tokenizer.json").exists() else None,
-        tower=tower,
+        processor=processor,
+        image_token=source.config.image_token,
     )

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...checkpoint.errors import InputError
 from ...kernels import reference as ops
 from ..parallel.base import Collective
 from .cache import Cache
-from .pages import PagedKV
+from .kv import PagedKV
 from .states import Trail
 from .weights import AttentionWeights, DeltaWeights, LayerWeights, ModelWeights, Projection
 
@@ -55,7 +56,15 @@ class Model:
     def __init__(
         self, weights: ModelWeights, collective: Collective, max_context: int, draft_head: bool = True
     ) -> None:
-        """`draft_head`: drafts are drawn with the reduced head, where the weights have one."""
+        """`draft_head`: drafts are drawn with the reduced head, where the weights have one.
+
+        Raises InputError for the weights of another rank than the collective's.
+        """
+        if (collective.size, collective.rank) != (weights.tp_size, weights.tp_rank):
+            raise InputError(
+                f"the weights are those of rank {weights.tp_rank} of {weights.tp_size}, this process is rank "
+                f"{collective.rank} of {collective.size}. Start each rank with its own directory."
+            )
         text = weights.config.text
         frequencies = ops.inverse_frequencies(text.head_dim, text.partial_rotary_factor, text.rope_theta)
         self.weights = weights

@@ -1,13 +1,10 @@
-"""Paged keys and values: pools of pages shared by the lanes, and each lane's block table."""
+"""Pages of keys and values as numbers: which are free, and who holds the others. Their storage is the executor's."""
 
-import math
+from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+import heapq
 
 PAGE = 64  # tokens a page
-LINE = 64  # bytes
 
 
 def pages_for(tokens: int) -> int:
@@ -15,55 +12,37 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def _untouched_zeros(shape: tuple[int, ...]) -> Tensor:
-    """float32 zeros that start on a cache line and cost memory only where something is written.
+class PagePool:
+    """Pages 0 .. pages - 1. The lowest free numbers are handed out first, so equal histories give equal tables.
 
-    numpy's zeros come from untouched memory, but not aligned as torch's own: products over a page in place must have
-    the bits of products over a copy of it.
-    """
-    count = math.prod(shape)
-    memory = np.zeros(count + LINE // 4, np.float32)
-    skipped = -memory.ctypes.data % LINE // 4
-    return torch.from_numpy(memory[skipped : skipped + count].reshape(shape))
-
-
-class PagedKV:
-    """Keys and values of `layers` attention layers, float32 [pages, PAGE, KV heads, D] each.
-
-    All layers share the block tables. Pages are handed out lowest number first, so equal histories give equal tables.
+    free  pages that nobody holds
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, pages: int, lanes: int) -> None:
-        shape = (pages, PAGE, kv_heads, head_dim)
-        self.keys = [_untouched_zeros(shape) for _ in range(layers)]
-        self.values = [_untouched_zeros(shape) for _ in range(layers)]
-        self._free = list(range(pages - 1, -1, -1))
-        self._tables: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in range(lanes)]
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self._free = list(range(pages))
+        self._holders = [0] * pages
 
     @property
-    def free_pages(self) -> int:
+    def free(self) -> int:
         return len(self._free)
 
-    def claim(self, lane: int, tokens: int) -> bool:
-        """Give an empty lane the pages for `tokens` tokens; False, and nothing changes, if too few are free."""
-        assert len(self._tables[lane]) == 0, f"lane {lane} already holds pages"
-        count = pages_for(tokens)
-        if count > len(self._free):
-            return False
-        self._tables[lane] = torch.tensor([self._free.pop() for _ in range(count)], dtype=torch.int64)
-        return True
+    def take(self, count: int) -> list[int]:
+        """`count` free pages for one holder."""
+        assert count <= len(self._free), f"{count} pages taken of {len(self._free)} free"
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        self.hold(taken)
+        return taken
 
-    def release(self, lane: int) -> None:
-        """Take back a lane's pages."""
-        self._free = sorted(self._free + self._tables[lane].tolist(), reverse=True)
-        self._tables[lane] = torch.empty(0, dtype=torch.int64)
+    def hold(self, pages: list[int]) -> None:
+        """One more holder for each of the pages."""
+        for page in pages:
+            self._holders[page] += 1
 
-    def table(self, lane: int) -> Tensor:
-        """The lane's pages in the order of its tokens, int64."""
-        return self._tables[lane]
-
-    def slots(self, lane: int, start: int, count: int) -> Tensor:
-        """Where tokens start .. start + count - 1 of a lane go: page * PAGE + offset, int64 [count]."""
-        positions = torch.arange(start, start + count)
-        assert count == 0 or pages_for(start + count) <= len(self._tables[lane]), f"lane {lane} outgrew its pages"
-        return self._tables[lane][positions // PAGE] * PAGE + positions % PAGE
+    def drop(self, pages: list[int]) -> None:
+        """One holder less; a page without any is free."""
+        for page in pages:
+            assert self._holders[page] > 0, f"page {page} is dropped once too often"
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                heapq.heappush(self._free, page)

@@ -82,11 +82,9 @@ class Sampler:
         return self.params.temperature == 0
 
     def accept(self, token: int) -> None:
-        """Count a token as part of the answer."""
+        """Count a token as part of the answer. The constraint gets to know it from the lane."""
         self._seen[token] = True
         self._counts[token] += 1
-        if self._constraint is not None:
-            self._constraint.accept(token)
 
     def adjusted(self, logits: Tensor, drafted: list[int]) -> Tensor:
         """Logits [V] after bias, penalties and constraint, as if the `drafted` tokens stood at the answer's end."""

@@ -29,9 +29,13 @@ class RecurrentStates:
 
     def reset(self, lane: int) -> None:
         """Start a lane from nothing."""
-        for tensor in (*self.histories, *self.states):
-            tensor[lane].zero_()
+        for tensor in self.of_lane(lane):
+            tensor.zero_()
         self._trails = {key: trail for key, trail in self._trails.items() if key[1] != lane}
+
+    def of_lane(self, lane: int) -> list[Tensor]:
+        """A lane's histories, then its states, of every layer: views."""
+        return [tensor[lane] for tensor in (*self.histories, *self.states)]
 
     def store(self, layer: int, lane: int, rows: Tensor, state: Tensor) -> None:
         """Set a lane's state after a prefill chunk: its convolution inputs and the last state."""

@@ -14,6 +14,7 @@ from ..images.processor import ImageProcessor
 from ..messages import ImageInput
 
 EPS = 1e-6
+ROWS_AT_ONCE = 8192  # patches that go through an MLP at a time
 ROPE_THETA = 10000.0
 
 
@@ -39,7 +40,7 @@ class VisionBlock:
 
 @dataclass(frozen=True)
 class VisionWeights:
-    """`patch` takes flattened patches; `positions` [S * S, hidden] is a square table."""
+    """`patch` takes flattened patches; `positions` [S * S, hidden] is a square table. float32, or 16 bits as stored."""
 
     heads: int
     patch: Affine
@@ -51,7 +52,7 @@ class VisionWeights:
 
 
 class VisionTower:
-    """Pictures to embeddings, by the settings of `processor`."""
+    """Pictures to embeddings, by the settings of `processor`, in float32 on the device of the weights."""
 
     def __init__(self, weights: VisionWeights, processor: ImageProcessor) -> None:
         """Raises InputError for extents that no picture could go through."""
@@ -68,18 +69,6 @@ class VisionTower:
         """Tokens that the picture takes in the prompt."""
         return self.processor.tokens(image.height, image.width)
 
-    def fault_of(self, image: ImageInput) -> str | None:
-        """Why a picture cannot be read, None if it can."""
-        factor, bytes_ = self.processor.factor, 3 * image.height * image.width
-        if image.height < factor or image.width < factor or image.height % factor or image.width % factor:
-            return f"a picture of {image.width} x {image.height} pixels is not whole tokens of {factor} x {factor}."
-        if len(image.pixels) != bytes_ or image.height * image.width > self.processor.max_pixels:
-            return (
-                f"a picture of {image.width} x {image.height} pixels has {len(image.pixels)} bytes, expected {bytes_}, "
-                f"of at most {self.processor.max_pixels} pixels."
-            )
-        return None
-
     def embed(self, image: ImageInput) -> Tensor:
         """float32 [tokens, hidden of the text model]."""
         pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.height, image.width, 3)
@@ -89,12 +78,13 @@ class VisionTower:
     def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
         """patches float32 [rows * columns, values], merge squares side by side -> [rows * columns / merge^2, hidden]."""
         weights, merge = self._weights, self.processor.merge
-        positions = ops.grid_positions(rows, columns, merge)
+        patches = patches.to(weights.positions.device)
+        positions = ops.grid_positions(rows, columns, merge, patches.device)
         x = _apply(patches, weights.patch) + ops.resample_table(weights.positions, positions, rows, columns)
         angles = ops.grid_angles(positions, x.shape[1] // weights.heads, ROPE_THETA)
         for block in weights.blocks:
             x = x + self._attention(block, _norm(x, block.norm1), angles)
-            x = x + _apply(ops.gelu_tanh(_apply(_norm(x, block.norm2), block.fc1)), block.fc2)
+            x = x + _mlp(_norm(x, block.norm2), block)
         merged = _norm(x, weights.merger_norm).reshape(-1, merge * merge * x.shape[1])
         return _apply(ops.gelu(_apply(merged, weights.merger_fc1)), weights.merger_fc2)
 
@@ -140,8 +130,13 @@ def rows_hash(rows: list[tuple[int, Tensor]]) -> bytes:
     digest = xxhash.xxh64()
     for begin, values in rows:
         digest.update(begin.to_bytes(8, "little"))
-        digest.update(values.contiguous().numpy().tobytes())
+        digest.update(values.contiguous().cpu().numpy().tobytes())
     return digest.digest()
+
+
+def _mlp(x: Tensor, block: VisionBlock) -> Tensor:
+    """A few patches at a time: the inner values are four times as wide."""
+    return torch.cat([_apply(ops.gelu_tanh(_apply(rows, block.fc1)), block.fc2) for rows in x.split(ROWS_AT_ONCE)])
 
 
 def _apply(x: Tensor, layer: Affine) -> Tensor:

@@ -203,7 +203,7 @@ class _Taker:
         )
 
 
-def _sizes(source: WeightSource) -> Sizes:
+def sizes_of(source: WeightSource) -> Sizes:
     """Heads on this rank, read off the shapes of its own matrices."""
     text, shapes = source.config.text, source.shapes
 
@@ -258,5 +258,16 @@ def load_weights(source: WeightSource) -> ModelWeights:
     if taker.left:
         raise InputError(f"{source.where}: no use for {len(taker.left)} weights: {', '.join(sorted(taker.left)[:4])}.")
     return ModelWeights(
-        config, source.tp_size, source.tp_rank, _sizes(source), embed, layers, norm, head, head_cut, mtp, draft, vision
+        config,
+        source.tp_size,
+        source.tp_rank,
+        sizes_of(source),
+        embed,
+        layers,
+        norm,
+        head,
+        head_cut,
+        mtp,
+        draft,
+        vision,
     )

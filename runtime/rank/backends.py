@@ -73,9 +73,7 @@ def _reference(options: RankOptions, collective: Collective) -> tuple[SteppingEn
         draft_head=cast(DraftHeadChoice, options.draft_head),
     )
     engine = load_engine(options.dir, collective, settings)
-    rows = engine.model.draft_rows
-    pages = str(2 * engine.cache.pages)  # the main layers' and the MTP layer's
-    return engine, {"kv": "float32", "kv_pages": pages, "draft_head": f"{rows}-rows" if rows else "full"}
+    return engine, dict(engine.executor.facts)
 
 
 def versions(backend: str) -> dict[str, str]:

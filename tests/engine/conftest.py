@@ -16,6 +16,7 @@ from duovolt.model.inventory import inventory
 from duovolt.model.partition import split_of
 from duovolt.runtime.engine.engine import Engine
 from duovolt.runtime.engine.model import Model
+from duovolt.runtime.engine.reference import ReferenceExecutor
 from duovolt.runtime.engine.sources import WeightSource
 from duovolt.runtime.engine.weights import load_weights
 from duovolt.runtime.messages import GenerateRequest, SamplingParams, StepRecord, TokenEvent
@@ -162,7 +163,11 @@ def make_engine(source: WeightSource, collective: Collective | None = None, **se
         **settings,
     }
     model = Model(load_weights(source), collective, chosen["max_context"])
-    return Engine(model, collective, **chosen)
+    own = {name: chosen.pop(name) for name in ("drafts", "pages", "tower") if name in chosen}
+    shared = {name: chosen[name] for name in ("max_context", "lanes", "n_sampleable")}
+    if chosen.get("drafts_from") is not None:
+        own["drafts"] = 0
+    return Engine(ReferenceExecutor(model, **own, **shared), **chosen)
 
 
 def request(
@@ -205,7 +210,7 @@ def drive(engine: Engine, *requests: GenerateRequest, after_step: Callable[[Engi
 
 def snapshot(engine: Engine, lane: int) -> list[Tensor]:
     """Copies of everything a lane's next token depends on: states, histories, keys and values up to its length."""
-    cache = engine.cache
+    cache = engine.executor.cache
     length, pages = cache.lengths[lane], cache.kv.table(lane)
     kv = [pool[pages].flatten(0, 1)[:length].clone() for pool in (*cache.kv.keys, *cache.kv.values)]
     return [*kv, *(t[lane].clone() for t in (*cache.recurrent.histories, *cache.recurrent.states))]

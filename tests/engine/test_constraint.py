@@ -136,7 +136,7 @@ def test_a_grammar_that_cannot_be_followed_ends_the_answer_alone(
     run = tools.drive(engine, bad, tools.request(2, PROMPT, 9))
     assert run.finish(1) == "error" and words in run.events[1][-1].error
     assert len(run.tokens[2]) == 9
-    assert engine.cache.free_pages == tools.engine(tools.source(vocab_size=VOCABULARY)).cache.free_pages
+    assert engine.free_pages == tools.engine(tools.source(vocab_size=VOCABULARY)).free_pages
 
 
 def test_ends_that_are_no_stop_ids_are_refused(tools, tokenizer) -> None:

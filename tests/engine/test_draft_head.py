@@ -11,7 +11,7 @@ import torch
 from duovolt.checkpoint.errors import InputError
 from duovolt.checkpoint.manifest import DRAFT_HEAD
 from duovolt.model.inventory import DRAFT_IDS, HEAD
-from duovolt.runtime.engine import engine as engine_module
+from duovolt.runtime.engine import reference as reference_module
 from duovolt.runtime.engine.loading import EngineSettings, load_engine
 from duovolt.runtime.engine.model import Model
 from duovolt.runtime.engine.sources import WeightSource
@@ -64,13 +64,13 @@ def test_sampled_drafts_state_the_distribution_they_were_drawn_from(
 ) -> None:
     """q has no mass off the kept rows and sums to one there: what `judge` needs for the target's own distribution."""
     seen: list[tuple[torch.Tensor, Draft]] = []
-    judged = engine_module.judge
+    judged = reference_module.judge
 
     def watch(sampler: Any, logits: torch.Tensor, draft: Draft, position: int) -> Any:
         seen.append((logits, draft))
         return judged(sampler, logits, draft, position)
 
-    monkeypatch.setattr(engine_module, "judge", watch)
+    monkeypatch.setattr(reference_module, "judge", watch)
     source = with_draft_head(tools.source(seed=4))
     sampling = SamplingParams(temperature=1.3, top_p=0.9, seed=5, repetition_penalty=1.1, presence_penalty=0.3)
     run = tools.drive(tools.engine(source, drafts=3), tools.request(1, PROMPT, 60, sampling=sampling))

@@ -103,7 +103,7 @@ def test_cancel(tools, source, when: str) -> None:
         engine.cancel(9)
         engine.step()
     assert not engine.has_work()
-    assert engine.cache.free_pages == 2 * engine.cache.pages
+    assert engine.free_pages == engine.pages
     engine.cancel(1)
     assert not engine.has_work(), "a request that is gone is not cancelled twice"
 
@@ -153,7 +153,7 @@ def test_a_request_larger_than_the_pool_is_refused(tools, source) -> None:
 
 def test_logits_that_are_not_finite_end_the_answer(tools, source) -> None:
     engine = tools.engine(source, lanes=2)
-    engine.model.weights.embed[77] = math.nan
+    engine.executor.model.weights.embed[77] = math.nan
     run = tools.drive(engine, tools.request(1, [5, 77], 9), tools.request(2, [5, 6], 9))
     assert run.finish(1) == "error" and "not finite" in run.events[1][-1].error and run.tokens[1] == []
     assert len(run.tokens[2]) == 9 and 77 not in run.tokens[2]
@@ -162,8 +162,8 @@ def test_logits_that_are_not_finite_end_the_answer(tools, source) -> None:
 def test_padding_rows_of_the_head_are_never_drawn(tools) -> None:
     source = tools.source(seed=62)
     engine = tools.engine(source, n_sampleable=10, drafts=3)
-    engine.model.weights.head[:10] = -torch.ones(64) * 0.0
-    engine.model.weights.head[10:] *= 50.0
+    engine.executor.model.weights.head[:10] = -torch.ones(64) * 0.0
+    engine.executor.model.weights.head[10:] *= 50.0
     run = tools.drive(
         engine,
         tools.request(1, [1, 2], 20),
@@ -187,8 +187,8 @@ def test_records_say_what_happened(tools, source) -> None:
             assert record.tokens_produced == len(event.tokens)
     assert [record.kind for record in run.records[:3]] == ["prefill", "prefill", "round"]
     assert [record.position for record in run.records[:2]] == [4, 6]
-    assert run.records[0].free_pages == 2 * (engine.cache.pages - 1)
-    assert run.records[-1].free_pages == 2 * engine.cache.pages and run.records[-1].position == 0
+    assert run.records[0].free_pages == engine.pages - 1
+    assert run.records[-1].free_pages == engine.pages and run.records[-1].position == 0
 
 
 def test_two_engines_make_equal_records(tools, source) -> None:

@@ -39,8 +39,7 @@ def test_logits_and_hidden_states(model: Model, reference, by_rows: bool, monkey
 
     monkeypatch.setattr(Model, "_layer", recording)
     tokens = reference["input_ids"].long()
-    cache = Cache(model.weights, lanes=1, max_context=256)
-    assert cache.claim(0, 64)
+    cache = Cache.for_one(model.weights, 128)
     hidden = model.forward(text_batch(tokens, by_rows), cache)
     assert len(states) == 4
     for index, wanted in enumerate(reference["hidden_states"][1:4]):
@@ -52,8 +51,7 @@ def test_logits_and_hidden_states(model: Model, reference, by_rows: bool, monkey
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_mtp_logits(model: Model, reference, by_rows: bool) -> None:
     tokens = reference["input_ids"].long()
-    cache = Cache(model.weights, lanes=1, max_context=256)
-    assert cache.claim(0, 64)
+    cache = Cache.for_one(model.weights, 128)
     hidden = model.forward(text_batch(tokens, by_rows), cache)
     drafted = model.draft(text_batch(tokens[1:], by_rows), hidden[:-1], cache)
     assert (model.logits(drafted) - reference["mtp_logits"]).abs().max() < 2e-3

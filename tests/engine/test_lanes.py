@@ -41,9 +41,9 @@ def test_states_beside_another_lane_are_equal_bits(tools, lane_of_first: int) ->
         both.add(one)
     for _ in range(15):
         alone.step()
-    while both.cache.lengths[lane_of_first] < alone.cache.lengths[0]:
+    while both.executor.cache.lengths[lane_of_first] < alone.executor.cache.lengths[0]:
         both.step()
-    assert both.cache.lengths[lane_of_first] == alone.cache.lengths[0] > 10
+    assert both.executor.cache.lengths[lane_of_first] == alone.executor.cache.lengths[0] > 10
     for found, wanted in zip(tools.snapshot(both, lane_of_first), tools.snapshot(alone, 0), strict=True):
         assert torch.equal(found, wanted)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from duovolt.kernels import oracle
 from duovolt.kernels import reference as ops
-from duovolt.runtime.engine.pages import PagedKV
+from duovolt.runtime.engine.kv import PagedKV
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -34,7 +34,7 @@ def test_states_after_chunks_and_whole_agree(tools) -> None:
     for chunk in (512, 37):
         engine = tools.engine(source, prefill_chunk=chunk)
         engine.add(tools.request(1, prompt, 4))
-        while engine.cache.lengths[0] < 150:
+        while engine.executor.cache.lengths[0] < 150:
             engine.step()
         found.append(tools.snapshot(engine, 0))
     for whole, pieces in zip(*found, strict=True):

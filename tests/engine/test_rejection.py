@@ -66,8 +66,7 @@ def exact_pairs(model: Model, prompt: list[int], params: SamplingParams, vocabul
     """The probability of every (second, third) answer token, from plain forward passes: float64 [V * V]."""
 
     def after(tokens: list[int]) -> Tensor:
-        cache = Cache(model.weights, lanes=1, max_context=256)
-        assert cache.claim(0, 64)
+        cache = Cache.for_one(model.weights, 128)
         rope = torch.arange(len(tokens)).expand(3, -1)
         batch = Batch(torch.tensor(tokens), [Segment(0, 0, len(tokens))], rope, by_rows=False)
         logits = model.logits(model.forward(batch, cache)[-1:])[0, :vocabulary]
@@ -87,7 +86,7 @@ def test_sampled_answers_have_the_plain_distribution(tools, drafts: int) -> None
     source = tools.source(seed=25, layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
     params = SamplingParams(temperature=1.3, presence_penalty=PENALTY)
     engine = tools.engine(source, n_sampleable=vocabulary, drafts=drafts, lanes=4)
-    expected = exact_pairs(engine.model, prompt, params, vocabulary) * answers
+    expected = exact_pairs(engine.executor.model, prompt, params, vocabulary) * answers
     assert float(expected.min()) > 5, "too few answers for a chi-square test"
     requests = [
         # Four tokens, so that a round drafts two: the second of them is judged after the first.

@@ -20,8 +20,8 @@ def plain_states(tools, source, **fields) -> tuple[list[int], dict[int, list[Ten
     states: dict[int, list[Tensor]] = {}
 
     def keep(engine: Engine) -> None:
-        if engine.cache.lengths[0]:
-            states[engine.cache.lengths[0]] = tools.snapshot(engine, 0)
+        if engine.executor.cache.lengths[0]:
+            states[engine.executor.cache.lengths[0]] = tools.snapshot(engine, 0)
 
     engine = tools.engine(source, n_sampleable=DRAWN)
     run = tools.drive(engine, tools.request(1, [t % DRAWN for t in PROMPT], ANSWER, **fields), after_step=keep)
@@ -39,7 +39,7 @@ def speculative(tools, source, states: dict[int, list[Tensor]], fields: dict, **
     compared = []
 
     def check(engine: Engine) -> None:
-        length = engine.cache.lengths[0]
+        length = engine.executor.cache.lengths[0]
         if length:
             for found, wanted in zip(tools.snapshot(engine, 0), states[length], strict=True):
                 assert torch.equal(found, wanted), f"state at length {length}"
@@ -120,12 +120,12 @@ def test_drafts_are_those_of_the_unrolled_layer(tools) -> None:
     engine = tools.engine(source, drafts=4)
     engine.add(tools.request(1, PROMPT, 30))
     engine.step()
-    lane = engine._order[0]
-    draft = make_drafts(engine.model, engine.cache, [lane], [4], 128)[0]
+    (lane,) = engine.running
+    answers = [engine.executor.answers[lane.index]]
+    draft = make_drafts(engine.executor.model, engine.executor.cache, answers, [4], 128)[0]
 
-    model, tokens = engine.model, list(lane.tokens)
-    cache = Cache(model.weights, lanes=1, max_context=256)
-    assert cache.claim(0, 128)
+    model, tokens = engine.executor.model, list(lane.tokens)
+    cache = Cache.for_one(model.weights, 128)
     end = len(tokens) - 1
     rope = torch.arange(end).expand(3, -1)
     hidden = model.forward(Batch(torch.tensor(tokens[:-1]), [Segment(0, 0, end)], rope, False), cache)
@@ -139,7 +139,7 @@ def test_drafts_are_those_of_the_unrolled_layer(tools) -> None:
         hidden = torch.cat((hidden, state))
     assert draft.tokens == tokens[-4:]
     assert len(set(draft.tokens)) > 1
-    for mine, true in zip(written(engine.cache, end + 3), written(cache, end + 3), strict=True):
+    for mine, true in zip(written(engine.executor.cache, end + 3), written(cache, end + 3), strict=True):
         assert (mine - true).abs().max() < 1e-4, "keys and values of the drafted positions"
 
 
@@ -158,11 +158,10 @@ def test_mtp_cache_is_made_from_the_target_alone(tools) -> None:
             accepted += event.accepted
             refused += event.proposed - event.accepted
     assert accepted and refused
-    length = engine.cache.mtp_lengths[0]
+    length = engine.executor.cache.mtp_lengths[0]
     assert length > len(prompt) + 10
 
-    model, cache = engine.model, Cache(engine.model.weights, lanes=1, max_context=256)
-    assert cache.claim(0, 128)
+    model, cache = engine.executor.model, Cache.for_one(engine.executor.model.weights, 128)
 
     def batch(values: list[int], start: int, by_rows: bool) -> Batch:
         count = len(values)
@@ -177,7 +176,7 @@ def test_mtp_cache_is_made_from_the_target_alone(tools) -> None:
         model.draft(batch(tokens[position : position + 1], position - 1, True), last, cache)
         last = model.forward(batch(tokens[position : position + 1], position, True), cache)
         cache.commit(0, 1)
-    for mine, true in zip(written(engine.cache, length), written(cache, length), strict=True):
+    for mine, true in zip(written(engine.executor.cache, length), written(cache, length), strict=True):
         assert torch.equal(mine, true)
 
 
@@ -203,7 +202,7 @@ def test_a_stop_id_inside_a_draft_ends_the_answer(tools) -> None:
     engine = tools.engine(source, drafts_from=[plain[1:6], plain[7:12]])
     run = tools.drive(engine, tools.request(1, PROMPT, 12, stop_ids=(stop,)))
     assert run.tokens[1] == wanted and run.finish(1) == "stop"
-    assert engine.cache.free_pages == 2 * engine.cache.pages
+    assert engine.free_pages == engine.pages
 
 
 def test_logprobs_come_from_the_verification(tools) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from duovolt.runtime.engine.cache import Cache
 from duovolt.runtime.engine.engine import Engine
 from duovolt.runtime.engine.model import Batch, Model, Segment
+from duovolt.runtime.engine.reference import ReferenceExecutor
 from duovolt.runtime.engine.sources import open_source
 from duovolt.runtime.engine.vision import PromptImages, VisionTower
 from duovolt.runtime.engine.weights import load_weights
@@ -91,8 +92,8 @@ def test_tower_and_logits(name: str) -> None:
     wanted = peer().model.visual(values, grid_thw=grid).pooler_output
     found = torch.cat([reader.embed(image) for image in placed.images])
     assert relative(found, wanted) < 1e-5
-    slots, count = Cache(weights, lanes=1, max_context=CONTEXT), len(placed.ids)
-    assert slots.claim(0, count)
+    count = len(placed.ids)
+    slots = Cache.for_one(weights, count)
     rows = PromptImages(placed.images, reader).rows(0, count)
     rope = torch.tensor(placed.rope_positions)
     batch = Batch(torch.tensor(placed.ids), [Segment(0, 0, count)], rope, by_rows=False, images=rows)
@@ -101,8 +102,10 @@ def test_tower_and_logits(name: str) -> None:
 
 def engine_of(source: Any, collective: Collective, **settings: Any) -> Engine:
     weights = load_weights(source)
-    chosen = {"lanes": 1, "drafts": 0, "n_sampleable": 3031, "max_context": CONTEXT} | settings
-    return Engine(Model(weights, collective, CONTEXT), collective, tower=tower(weights), **chosen)
+    reader, model = tower(weights), Model(weights, collective, CONTEXT)
+    shared = {"lanes": settings.pop("lanes", 1), "n_sampleable": 3031, "max_context": CONTEXT}
+    executor = ReferenceExecutor(model, drafts=settings.pop("drafts", 0), tower=reader, **shared)
+    return Engine(executor, processor=reader.processor, image_token=PAD, **shared, **settings)
 
 
 def request(placed: Placed, number: int = 1, **fields: Any) -> GenerateRequest:
@@ -154,10 +157,10 @@ def test_the_draft_layer_sees_the_picture(tools: Any) -> None:
     for chunk in (512, 6):
         engine = engine_of(tiny(), SoloCollective(), drafts=2, prefill_chunk=chunk)
         engine.add(request(placed))
-        while engine.cache.mtp_lengths[0] < len(placed.ids) - 1:
+        while engine.executor.cache.mtp_lengths[0] < len(placed.ids) - 1:
             engine.step()
-        pages = engine.cache.mtp_kv.table(0)
-        found.append(engine.cache.mtp_kv.keys[0][pages].flatten(0, 1)[: len(placed.ids) - 1].clone())
+        pages = engine.executor.cache.mtp_kv.table(0)
+        found.append(engine.executor.cache.mtp_kv.keys[0][pages].flatten(0, 1)[: len(placed.ids) - 1].clone())
     assert relative(found[1], found[0]) < 1e-4
 
 
@@ -189,3 +192,23 @@ def test_a_model_without_a_tower_says_so(tools: Any) -> None:
     engine = tools.engine(tools.source(seed=1, vocab_size=3072))
     run = tools.drive(engine, request(placed))
     assert "no vision tower" in run.events[1][-1].error
+
+
+def test_a_tower_of_stored_words_gives_the_bits_of_a_widened_one() -> None:
+    """The tower of a card stays bfloat16: half the memory, the same values."""
+    from duovolt.runtime.engine.cuda.loading import load_cuda_weights
+
+    stored, _ = load_cuda_weights(TINY, torch.device("cpu"))
+    assert stored.vision is not None and stored.vision.blocks[0].qkv.weight.dtype == torch.bfloat16
+    image = prompt(SIZES["one"]).images[0]
+    assert torch.equal(tower(stored).embed(image), tower(load_weights(tiny())).embed(image))
+
+
+def test_attention_in_blocks_is_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from duovolt.kernels.reference import vision
+
+    generator = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(50, 3, 8, generator=generator) for _ in range(3))
+    whole = vision.attend_all(query, key, value)
+    monkeypatch.setattr(vision, "SCORES_BYTES", 7 * 4 * 3 * 50)  # blocks of seven queries, the last one shorter
+    torch.testing.assert_close(vision.attend_all(query, key, value), whole, rtol=1e-5, atol=1e-6)

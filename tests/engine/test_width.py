@@ -24,8 +24,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 def logits_of(source, collective: Collective, tokens: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
     """Logits of the model and of its MTP layer."""
     weights = load_weights(source)
-    model, cache = Model(weights, collective, 256), Cache(weights, lanes=1, max_context=256)
-    assert cache.claim(0, 128)
+    model, cache = Model(weights, collective, 256), Cache.for_one(weights, 128)
     count = len(tokens)
     hidden = model.forward(Batch(tokens, [Segment(0, 0, count)], torch.arange(count).expand(3, -1), by_rows), cache)
     batch = Batch(tokens[1:], [Segment(0, 0, count - 1)], torch.arange(count - 1).expand(3, -1), by_rows)

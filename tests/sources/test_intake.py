@@ -177,7 +177,7 @@ def test_the_missing_layer_is_said_by_every_command_and_serves_without_drafts(
     from duovolt.runtime.parallel.base import SoloCollective
 
     engine = load_engine(tmp_path / "converted", SoloCollective(), EngineSettings(max_context=64))
-    assert engine.model.weights.mtp is None
+    assert engine.executor.model.weights.mtp is None
 
 
 def test_the_peers_logits(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What a figure was measured on: card, clocks, driver, versions. No names of hosts, serial numbers or paths.
+
+Facts come from the driver through `cuda.bindings`, so that they need nothing but duovolt[cuda].
+"""
+
+import datetime
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from .. import __version__
+from ..checkpoint.errors import EnvironmentFault
+
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_DRIVER_VERSION = re.compile(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b")
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One card and the software that drove it. Clocks: the highest of the card, in MHz; None where it was not told."""
+
+    card: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    core_mhz: int
+    memory_mhz: int
+    bus_bits: int
+    l2_bytes: int
+    memory_bytes: int
+    driver: str | None
+    torch: str
+    cuda: str | None
+    duovolt: str
+    date: str
+
+    @property
+    def peak_gbps(self) -> float:
+        """Bandwidth on paper in GB/s: two transfers a clock over the whole bus, 0 where the driver does not tell."""
+        return 2 * self.memory_mhz * 1e6 * self.bus_bits / 8 / 1e9
+
+
+def read_machine(device: torch.device) -> Machine:
+    """Facts of a CUDA device. Raises EnvironmentFault if the driver's bindings are missing."""
+    properties = torch.cuda.get_device_properties(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Machine(
+        card=properties.name,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        core_mhz=_attribute(index, "CLOCK_RATE") // 1000,
+        memory_mhz=_attribute(index, "MEMORY_CLOCK_RATE") // 1000,
+        bus_bits=_attribute(index, "GLOBAL_MEMORY_BUS_WIDTH"),
+        l2_bytes=_attribute(index, "L2_CACHE_SIZE"),
+        memory_bytes=properties.total_memory,
+        driver=driver_version(),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda,
+        duovolt=__version__,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
+
+
+def driver_version(text: str | None = None) -> str | None:
+    """Version of the loaded kernel module, for example 580.159.04; None if there is none. `text`: instead of the file's."""
+    if text is None:
+        try:
+            text = _KERNEL_MODULE.read_text(errors="replace")
+        except OSError:
+            return None
+    first = text.partition("\n")[0]
+    found = _DRIVER_VERSION.search(first)
+    return found[1] if found else None
+
+
+def _attribute(index: int, name: str) -> int:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise EnvironmentFault('the CUDA driver bindings are missing: pip install "duovolt[cuda]"') from None
+    attribute: Any = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    torch.cuda.current_stream(index)  # the driver is initialised
+    status, handle = driver.cuDeviceGet(index)
+    if int(status) == 0:
+        status, value = driver.cuDeviceGetAttribute(attribute, handle)
+        if int(status) == 0:
+            return int(value)
+    return 0
