@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-WINDOW = 32 << 20  # bytes mapped ahead, and given back behind
+WINDOW = 8 << 20  # bytes mapped ahead, and given back behind
 SAMPLE = 256 << 10  # bytes from one look into the page cache to the next
 POPULATE_READ = 22  # madvise: map pages that are in memory, now; Linux 5.14
 SHRANK_EXIT = 1

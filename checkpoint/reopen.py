@@ -1,7 +1,8 @@
 """A finished directory made an interrupted run again, so that the stage that wrote it can write a part of it anew.
 
 Repair needs no second writer: what is proved right is listed in a journal, the manifest goes, and the stage, run once
-more, keeps the listed files and writes the others, as after a kill.
+more, keeps the listed files and writes the others, as after a kill. Of those it keeps the tensors that are as the
+manifest had them.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,6 +21,7 @@ from .stage import (
     AtomicFile,
     DirectoryLock,
     JournalEntry,
+    Mark,
     disk_errors,
     sync_directory,
     tidy,
@@ -53,6 +55,8 @@ def reopen(
         lines: list[Any] = [{"identity": identity, "about": dict(about or {})}]
         if manifest is not None:
             lines += [_entry(name, manifest) for name in sorted(keep) if name in manifest.files]
+            damaged = {record.file for record in manifest.tensors.values()} - set(keep)
+            lines += [Mark(name, tensors=_digests(name, manifest)) for name in sorted(damaged)]
         with AtomicFile(directory / JOURNAL) as handle:
             handle.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         write_event()
@@ -61,8 +65,12 @@ def reopen(
 
 
 def _entry(name: str, manifest: Manifest) -> JournalEntry:
-    digests = {tensor: record.digest for tensor, record in manifest.tensors.items() if record.file == name}
+    digests = _digests(name, manifest)
     return JournalEntry(name, manifest.files[name], {"digests": digests} if digests else {})
+
+
+def _digests(name: str, manifest: Manifest) -> dict[str, str]:
+    return {tensor: record.digest for tensor, record in manifest.tensors.items() if record.file == name}
 
 
 def _readable_manifest(directory: Path) -> Manifest | None:

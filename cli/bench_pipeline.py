@@ -34,7 +34,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arithmetic", choices=("auto", "compiled", "numpy"), default="auto", help="as for convert")
     parser.add_argument("--work", type=Path, metavar="DIR", help="also run the stages in this new directory")
     parser.add_argument(
-        "--apart", type=Path, metavar="DIR", help="for --stages: a new directory on another disk or in memory, to split to"
+        "--apart",
+        type=Path,
+        metavar="DIR",
+        help="for --stages: a new directory on another disk or in memory, to split to",
     )
     parser.add_argument("--gigabytes", type=float, default=4, metavar="N", help="size of that checkpoint (default: 4)")
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
@@ -127,7 +130,9 @@ def _tell_round(seconds: dict[str, float]) -> None:
 
 
 def _run_stages(args: argparse.Namespace) -> int:
-    found = race_stages(args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp, _tell_round, args.apart)
+    found = race_stages(
+        args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp, _tell_round, args.apart
+    )
     print(json.dumps(dataclasses.asdict(found), indent=1) if args.json else "\n".join(stage_lines(found)))
     return 0
 

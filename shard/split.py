@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,12 @@ class _Splitter:
     def cut(self, name: str, takers: list[_Taker], rooms: Rooms) -> None:
         """Stream one converted tensor to every writer. Raises CheckFailed if it is not what its digest says."""
         entry, record = self.checkpoint.tensors[name], self.manifest.tensors[name]
+        if any(taker.writer.is_resumed for taker in takers):
+            rooms.drain()  # what is kept comes after what was written before it
+            takers = [taker for taker in takers if not taker.writer.keep(name)]
+            if not takers:
+                self.advance(entry.nbytes)
+                return
         reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms.next)
         whole = [taker for taker in takers if taker.parts[name].layout == record.layout]
         undone = [taker for taker in takers if taker.parts[name].layout != record.layout]
@@ -138,8 +145,14 @@ class _Splitter:
         """Write one file of the plan in each of `ranks`: this thread reads, one a rank cuts, digests and writes."""
         with ExitStack() as open_files:
             writers = [
-                ShardWriter(open_files.enter_context(rank.stage.create(name)), rank_tensors, rank.metadata)
-                for rank, rank_tensors in ((rank, dict(rank.files)[name]) for rank in ranks)
+                ShardWriter(
+                    open_files.enter_context(rank.stage.create(name, kept=True)),
+                    dict(rank.files)[name],
+                    rank.metadata,
+                    marks=rank.stage.marks(name),
+                    mark=partial(rank.stage.mark, name),
+                )
+                for rank in ranks
             ]
             with ExitStack() as threads:  # ends before the files are closed, whatever happens
                 takers = [
