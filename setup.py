@@ -32,6 +32,7 @@ setup(
         "duovolt": ["py.typed"],
         "duovolt.kernels": ["csrc/*.cu", "csrc/*.cuh"],
         "duovolt.convert": ["recipes/*.toml"],
+        "duovolt.perf": ["cards/*.toml", "known_answers.json"],
         "duovolt.runtime.proxy.page": ["*.html", "*.css", "*.js", "*.svg"],
         "duovolt.tiny": ["checkpoint/*", "*.txt", "README.md"],
     },

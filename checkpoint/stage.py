@@ -354,15 +354,17 @@ class StageDirectory:
                 "the recipe or the rank changed in between. Remove the directory or choose another."
             )
         for line in lines[1:]:
-            for kind in (JournalEntry, Mark):
-                try:
-                    found = msgspec.json.decode(line, type=kind)
-                except NO_JSON:
-                    continue
-                if isinstance(found, Mark):
-                    self._marks.setdefault(found.part, []).append(found)
-                else:
-                    self._done[found.name] = found
+            try:
+                entry = msgspec.json.decode(line, type=JournalEntry)
+                self._done[entry.name] = entry
+                continue
+            except NO_JSON:
+                pass
+            try:
+                mark = msgspec.json.decode(line, type=Mark)
+                self._marks.setdefault(mark.part, []).append(mark)
+            except NO_JSON:
+                continue
 
     def _append(self, value: Any, durable: bool = True) -> None:
         with (self.path / JOURNAL).open("ab", buffering=0) as handle:

@@ -5,7 +5,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
-from ..checkpoint.reopen import reopen
+from ..checkpoint.reopen import Sound, reopen
 from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
@@ -347,14 +347,14 @@ def convert(
     mtp_from: Path | None = None,
     arithmetic: str = "auto",
     device: str = "auto",
-    keep: Collection[str] | None = None,
+    keep: Sound | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
     `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
     `arithmetic`: `auto`, `compiled` or `numpy`, and `device`: `auto`, `cpu` or `cuda`, give the same bytes at another
     speed.
-    `keep`: repair a finished `target`: these of its files are proved right, the others are written again.
+    `keep`: repair a finished `target`: what is sound of it is kept, the rest is written again.
 
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """

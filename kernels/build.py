@@ -108,6 +108,16 @@ def image_for(source: str, arch: str, defines: tuple[str, ...] = ()) -> bytes:
             ) from None
 
 
+def compiler_version() -> tuple[int, int]:
+    """Of NVRTC, for example (12, 9). Raises EnvironmentFault if it is missing."""
+    return _version(_compiler())
+
+
+def reaches(arch: str) -> bool:
+    """Whether the NVRTC that is there compiles for an architecture. Raises EnvironmentFault if it is missing."""
+    return int(arch.partition("_")[2]) in map(int, _call(_compiler(), "nvrtcGetSupportedArchs"))
+
+
 def write_out(built: Built, directory: Path) -> Path:
     """Store a compiled source in `directory` under its `file_name`; the path. Raises EnvironmentFault if it cannot."""
     path = directory / file_name(built.source, built.arch)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
+from . import reference
 from .module import load
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, task
 from .tuning import choice, multiprocessors
@@ -141,7 +142,7 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:
-    return (x.float() @ weight.values().t()) * weight.scale
+    return reference.linear_rows(x.float(), weight.values()) * weight.scale
 
 
 def _store(y: Tensor, out: Tensor, overflows: Tensor | None) -> None:

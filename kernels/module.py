@@ -50,7 +50,7 @@ class Module:
 
     def __init__(self, source: str, device: int, arches: list[str], defines: tuple[str, ...] = ()) -> None:
         """Load the first of `arches` that can be had. Raises EnvironmentFault if compiler, driver or card cannot."""
-        self._driver = _driver()
+        self._driver = driver()
         self._device = device
         self.arch, image = _first_image(source, arches, defines)
         if not self.arch.startswith("sm_"):
@@ -155,7 +155,8 @@ def _as_ctypes(item: Argument) -> Any:
 
 
 @functools.cache
-def _driver() -> ModuleType:
+def driver() -> ModuleType:
+    """The bindings of the CUDA driver. Raises EnvironmentFault if they are missing."""
     try:
         from cuda.bindings import driver
     except ImportError as error:

@@ -46,26 +46,26 @@ def decide(
     purpose: int = SAMPLE,
     counted: bool = True,
     progress: Progress | None = None,
+    mask: Tensor | None = None,
+    drawn: Drawn | None = None,
 ) -> Drawn:
     """Judge the drafts of each sequence and draw one token more.
 
     logits float32 [R, V], rows may stand apart. `into` receives the rows' distributions. `draft_rows`: those that drafts
     were drawn from, for `decision.sources`. `purpose` DRAFT and `counted` False draw a draft; `counted` adds the tokens to
-    the lanes' histories. `progress`, of the delta rule, is advanced.
+    the lanes' histories. `progress`, of the delta rule, is advanced. mask int32 [R, V / 32 rounded up], a bit an id, the
+    lowest first: ids without theirs cannot come; at least one must. A draft's logits may be minus infinity. `drawn`: where
+    the result goes.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """
-    stride = _checked(logits, decision, sampling, into, draft_rows, purpose)
+    stride = _checked(logits, decision, sampling, into, draft_rows, purpose, mask)
     rows, vocabulary = logits.shape
     count, device = decision.lanes.shape[0], logits.device
     wishes = pointers(WishPointers, {name: getattr(sampling, name) for name in WISHES})
     own = pointers(RowPointers, {name: getattr(into, name) for name in ROWS})
     theirs = own if draft_rows is None else pointers(RowPointers, {name: getattr(draft_rows, name) for name in ROWS})
-    drawn = Drawn(
-        torch.empty(count, MAX_DRAFTS + 1, dtype=torch.int32, device=device),
-        torch.empty(count, dtype=torch.int32, device=device),
-        torch.empty(count, dtype=torch.float64, device=device),
-    )
+    drawn = _checked_drawn(drawn, count, device)
     verdict = torch.empty(count, 4, dtype=torch.int32, device=device)
     rest = torch.empty(count, SLICES, dtype=torch.float64, device=device)
     selected = int(cuts.top_k or cuts.top_p)
@@ -85,6 +85,9 @@ def decide(
         decision.drafted,
         *history,
         sampling.bias,
+        mask,
+        0 if mask is None else mask.shape[1],
+        int(purpose == DRAFT),
         wishes,
         own,
         vocabulary,
@@ -95,14 +98,16 @@ def decide(
             start("select", grid, decision.row_lanes, wishes, own, vocabulary, step, by_mass, by_mass * cuts.top_k)
     if selected:
         start("ties", wide, decision.row_lanes, own, vocabulary)
-    start("mass", wide, decision.row_lanes, wishes, own, vocabulary, selected)
+    if not cuts.greedy:
+        start("mass", wide, decision.row_lanes, wishes, own, vocabulary, selected)
     members = (decision.lanes, decision.firsts, decision.counts, decision.positions, decision.drafts, decision.sources)
     start(
-        *("judge", (count, 1), *members, decision.chances, sampling.seeds, wishes, own),
+        *("judge", (count, 1), *members, decision.chances, decision.forced, sampling.seeds, wishes, own),
         *(vocabulary, selected, verdict),
     )
     judged = (decision.lanes, decision.drafts, decision.sources)
-    start("rest", (SLICES, count), *judged, wishes, own, theirs, vocabulary, selected, verdict, rest)
+    if not cuts.greedy:
+        start("rest", (SLICES, count), *judged, wishes, own, theirs, vocabulary, selected, verdict, rest)
     start(
         *("draw", (count, 1), decision.lanes, decision.positions, decision.drafts, decision.firsts, decision.sources),
         *(sampling.seeds, wishes, own, theirs, vocabulary, selected, purpose, verdict, rest),
@@ -124,9 +129,11 @@ def decide_reference(
     purpose: int = SAMPLE,
     counted: bool = True,
     progress: Progress | None = None,
+    mask: Tensor | None = None,
+    drawn: Drawn | None = None,
 ) -> Drawn:
     """What `decide` computes, in torch; reads the decision on the host. Of `into` only the logits are filled."""
-    _checked(logits, decision, sampling, into, draft_rows, purpose)
+    _checked(logits, decision, sampling, into, draft_rows, purpose, mask)
     tokens, produced, chances = [], [], []
     sequences = zip(
         *(x.tolist() for x in (decision.lanes, decision.firsts, decision.counts, decision.positions)), strict=True
@@ -135,9 +142,10 @@ def decide_reference(
         own = _Lane(sampling, lane, cuts) if lane >= 0 else None
         taken: list[int] = []
         chance = 1.0
-        if own is not None and bool(torch.isfinite(logits[first : first + count]).all()):
+        if own is not None and _is_sound(logits[first : first + count], purpose):
             for row in range(first, first + count):
-                into.logits[row] = own.adjusted(logits[row], decision.drafted[row].tolist())
+                adjusted = own.adjusted(logits[row], decision.drafted[row].tolist())
+                into.logits[row] = adjusted if mask is None else _masked(adjusted, mask[row])
             taken, chance = own.verdict(decision, into, draft_rows, first, count, position, purpose)
         for token in taken if counted and own is not None else []:
             sampling.seen[lane, token] = 1
@@ -147,12 +155,22 @@ def decide_reference(
         tokens.append([*taken, *[-1] * (MAX_DRAFTS + 1 - len(taken))])
         produced.append(len(taken))
         chances.append(chance)
-    device = logits.device
-    return Drawn(
-        torch.tensor(tokens, dtype=torch.int32, device=device),
-        torch.tensor(produced, dtype=torch.int32, device=device),
-        torch.tensor(chances, dtype=torch.float64, device=device),
-    )
+    drawn = _checked_drawn(drawn, len(tokens), logits.device)
+    drawn.tokens.copy_(torch.tensor(tokens, dtype=torch.int32))
+    drawn.produced.copy_(torch.tensor(produced, dtype=torch.int32))
+    drawn.chance.copy_(torch.tensor(chances, dtype=torch.float64))
+    return drawn
+
+
+def _is_sound(logits: Tensor, purpose: int) -> bool:
+    finite = torch.isfinite(logits)
+    return bool((finite | (logits < 0) if purpose == DRAFT else finite).all())
+
+
+def _masked(logits: Tensor, words: Tensor) -> Tensor:
+    ids = torch.arange(len(logits), device=logits.device)
+    allowed = (words[ids // 32] >> (ids % 32)) & 1
+    return torch.where(allowed.bool(), logits, -torch.inf)
 
 
 class _Lane:
@@ -192,6 +210,10 @@ class _Lane:
         purpose: int,
     ) -> tuple[list[int], float]:
         taken: list[int] = []
+        standing = -1 if decision.forced is None else min(int(decision.forced[self._lane]), count - 1)
+        if standing >= 0:
+            kept = decision.drafts[first : first + standing].tolist()
+            return [*kept, reference.greedy(into.logits[first + standing])], 1.0
         for index in range(count):
             row = first + index
             draft = int(decision.drafts[row]) if index + 1 < count else None
@@ -228,6 +250,7 @@ def _checked(
     into: Distributions,
     draft_rows: Distributions | None,
     purpose: int,
+    mask: Tensor | None,
 ) -> int:
     check_dimensions("logits", logits, 2, "[R, V]")
     rows, vocabulary = logits.shape
@@ -253,6 +276,23 @@ def _checked(
     if draft_rows is not None:
         check_dimensions("draft_rows.logits", draft_rows.logits, 2, "[rows, V]")
         check("draft_rows.logits", draft_rows.logits, torch.float32, (draft_rows.logits.shape[0], vocabulary), device)
+    if mask is not None:
+        check("mask", mask, torch.int32, (rows, -(-vocabulary // 32)), device)
+    if decision.forced is not None:
+        check("forced", decision.forced, torch.int32, (lanes,), device)
     if purpose not in (SAMPLE, DRAFT):
         raise InputError(f"purpose is {purpose}: expected {SAMPLE} (an answer's token) or {DRAFT} (a draft).")
     return stride
+
+
+def _checked_drawn(drawn: Drawn | None, count: int, device: torch.device) -> Drawn:
+    if drawn is None:
+        return Drawn(
+            torch.empty(count, MAX_DRAFTS + 1, dtype=torch.int32, device=device),
+            torch.empty(count, dtype=torch.int32, device=device),
+            torch.empty(count, dtype=torch.float64, device=device),
+        )
+    check("drawn.tokens", drawn.tokens, torch.int32, (count, MAX_DRAFTS + 1), device)
+    check("drawn.produced", drawn.produced, torch.int32, (count,), device)
+    check("drawn.chance", drawn.chance, torch.float64, (count,), device)
+    return drawn

@@ -171,6 +171,8 @@ class Decision:
     drafts     int32 [R], the draft that row r judges (unused in a sequence's last row)
     sources    int32 [R], the draft's row of the drafts' Distributions; -1: the draft was certain (greedy or given)
     chances    float64 [R], the draft's probability there
+    forced     int32 [lanes] or None: how many drafts stand whatever the logits say, -1: as they say; the best id follows.
+               For measuring only: the answer is not the model's
     """
 
     row_lanes: Tensor
@@ -182,6 +184,7 @@ class Decision:
     drafts: Tensor
     sources: Tensor
     chances: Tensor
+    forced: Tensor | None = None
 
     @staticmethod
     def of(
@@ -231,10 +234,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Which cuts some lane asks for; passes for the others are not started. Known to the host, part of a graph."""
+    """Which cuts some lane asks for; passes for the others are not started. Known to the host, part of a graph.
+
+    `greedy`: no lane draws, so nothing is weighed.
+    """
 
     top_k: bool = True
     top_p: bool = True
+    greedy: bool = False
 
 
 @dataclass(frozen=True)

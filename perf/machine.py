@@ -4,8 +4,6 @@ Facts come from the driver through `cuda.bindings`, so that they need nothing bu
 """
 
 import datetime
-import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,9 +11,7 @@ import torch
 
 from .. import __version__
 from ..checkpoint.errors import EnvironmentFault
-
-_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
-_DRIVER_VERSION = re.compile(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b")
+from ..kernels.libraries import driver_version
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,18 +56,6 @@ def read_machine(device: torch.device) -> Machine:
         duovolt=__version__,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
-
-
-def driver_version(text: str | None = None) -> str | None:
-    """Version of the loaded kernel module, for example 580.159.04; None if there is none. `text`: instead of the file's."""
-    if text is None:
-        try:
-            text = _KERNEL_MODULE.read_text(errors="replace")
-        except OSError:
-            return None
-    first = text.partition("\n")[0]
-    found = _DRIVER_VERSION.search(first)
-    return found[1] if found else None
 
 
 def _attribute(index: int, name: str) -> int:

@@ -70,6 +70,8 @@ class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
                     token's index. Tokens after the prompt go on from the largest of them plus one
     grammar         what the answer must read as; None: anything
     images          pictures in the order of their tokens; they need `rope_positions`
+    checkpoints     lengths of beginnings of the prompt that later prompts are likely to share: places where a prefix
+                    cache does well to keep the state
     """
 
     request_id: int
@@ -82,6 +84,7 @@ class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):
     rope_positions: list[list[int]] | None = None
     grammar: Grammar | None = None
     images: list[ImageInput] = []
+    checkpoints: list[int] = []
 
 
 class CancelRequest(Struct, tag="cancel", forbid_unknown_fields=True):
@@ -128,13 +131,16 @@ class TokenEvent(Struct):
 class StepRecord(Struct):
     """What ranks compare after every step; equal on every rank, or the ranks have diverged.
 
-    kind             "prefill" (one chunk of one prompt), "round" (every decoding lane), "idle" (only bookkeeping)
+    kind             "admit" (requests, or lanes for them), "prefill" (one chunk of one prompt), "round" (every decoding
+                     lane), "idle" (only bookkeeping)
     tokens_produced  tokens this step gave out, over all lanes
     token_hash       xxh64 of request ids, counts and tokens, as little-endian 64-bit words; in front of
                      them, where the step read pictures, the hash of their embeddings
     position         tokens held in the caches of all lanes
     free_pages       pages left in the pool
     pending          requests that wait for a lane
+    cached_tokens    tokens found in the prefix cache, of the prompts that got their lanes since the last record
+    prefixes         prefixes in that cache; `evicted`: those let go so far
     """
 
     kind: str
@@ -143,3 +149,6 @@ class StepRecord(Struct):
     position: int
     free_pages: int
     pending: int
+    cached_tokens: int = 0
+    prefixes: int = 0
+    evicted: int = 0

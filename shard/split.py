@@ -5,7 +5,7 @@ ranks' parts are alike in size, so that one plan of files serves them all. A ran
 written alone or with the others.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
-from ..checkpoint.reopen import reopen
+from ..checkpoint.reopen import Sound, reopen
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
@@ -266,12 +266,12 @@ def shard(
     tp: int,
     rank: int | None = None,
     advance: Advance | None = None,
-    keep: Mapping[int, Collection[str]] | None = None,
+    keep: Mapping[int, Sound] | None = None,
 ) -> ShardReport:
     """Write `dst`/rank-R-of-`tp` for every R, or for `rank` alone. `advance` is called with converted bytes read.
 
-    `keep`: repair the finished ranks that are its keys: their files named here are proved right, the others are written
-    again. Raises InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
+    `keep`: repair the finished ranks that are its keys: what is sound of them is kept, the rest is written again. Raises
+    InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
     directory, EnvironmentFault for a full disk.
     """
     if not 1 <= tp <= MAX_RANKS:

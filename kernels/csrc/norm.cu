@@ -1,8 +1,8 @@
 // Normalisations, the embedding gather and the output gate: one block a token, float32 in, fp16 out for the next product.
-#include "common.cuh"
+#include "norm_row.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kQuads = 8; // float4 a thread: rows of up to 8192 columns stay in registers
+constexpr int kThreads = kRowThreads;
+constexpr int kQuads = kRowQuads;
 
 // x: FP32 [T, columns], one row every x_stride; delta (may be null): FP32 likewise, added to x in place first.
 // y = x / sqrt(mean(x^2) + eps) * (1 + weight), to fp16 `half_out` and FP32 `wide_out` (either may be null).
@@ -15,7 +15,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
     float4 values[kQuads], weights[kQuads]; // all asked for at once: one wait
-    float squares = 0;
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
         const int quad = k * kThreads + threadIdx.x;
@@ -33,29 +32,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             }
         }
     }
-#pragma unroll
-    for (int k = 0; k < kQuads; ++k) {
-        squares += dot(values[k], values[k]);
-    }
-    const float inverse = 1.0f / sqrtf(block_sum(squares, scratch) / columns + eps);
-    int overflowed = 0;
-#pragma unroll
-    for (int k = 0; k < kQuads; ++k) {
-        const int quad = k * kThreads + threadIdx.x;
-        if (quad < quads) {
-            const float4 w = weights[k];
-            const float4 y = {values[k].x * inverse * (1.0f + w.x), values[k].y * inverse * (1.0f + w.y),
-                              values[k].z * inverse * (1.0f + w.z), values[k].w * inverse * (1.0f + w.w)};
-            if (wide_out) {
-                write(reinterpret_cast<float4 *>(wide_out + row * wide_stride) + quad, y);
-            }
-            if (half_out) {
-                const uint2 packed = {staged_pair(y.x, y.y, overflowed), staged_pair(y.z, y.w, overflowed)};
-                write(reinterpret_cast<uint2 *>(half_out + row * half_stride) + quad, packed);
-            }
-        }
-    }
-    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+    normalise_row(values, weights, quads, eps, half_out ? half_out + row * half_stride : nullptr,
+                  wide_out ? wide_out + row * wide_stride : nullptr, overflows ? overflows + row : nullptr, scratch);
 }
 
 // x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride; a warp takes a head.

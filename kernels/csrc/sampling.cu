@@ -8,11 +8,12 @@
 
 // logits: FP32 [rows, vocabulary ...], rows logits_stride apart. lanes: [rows], -1: none. drafted: [rows, kMaxDrafts],
 // the drafts that stand before the row's token, -1 where there are none. seen: [lanes, vocabulary]; answer_counts: FP32
-// likewise; bias: FP32 likewise, or null. Grid: (kSlices, rows).
+// likewise; bias: FP32 likewise, or null. mask: [rows, mask_words], a bit an id, or null: ids without theirs cannot come.
+// open: minus infinity is a logit of a token that cannot come, and nothing broken. Grid: (kSlices, rows).
 extern "C" __global__ void __launch_bounds__(kThreads)
     sampling_adjust(const float *logits, int logits_stride, const int *lanes, const int *drafted,
-                    const unsigned char *seen, const float *answer_counts, const float *bias, Wishes wishes, Rows rows,
-                    int vocabulary) {
+                    const unsigned char *seen, const float *answer_counts, const float *bias, const unsigned *mask,
+                    int mask_words, int open, Wishes wishes, Rows rows, int vocabulary) {
     __shared__ float peaks[kWarps];
     __shared__ int bests[kWarps];
     const int row = blockIdx.y, slice = blockIdx.x, lane = read(lanes + row);
@@ -31,38 +32,55 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float peak = __uint_as_float(0xFF800000u);
     int best = 0x7FFFFFFF;
     bool finite = true;
-    for (int id = begin + threadIdx.x; id < end; id += kThreads) {
-        float value = read(logits + static_cast<size_t>(row) * logits_stride + id);
-        finite &= fabsf(value) <= 3.4028234e38f;
-        const size_t own = static_cast<size_t>(lane) * vocabulary + id;
-        if (bias) {
-            value = value + read(bias + own);
-        }
-        if (penalised) {
-            float count = read(answer_counts + own);
-            bool known = read(seen + own) != 0;
+    for (int first = begin + threadIdx.x; first < end; first += kAtOnce * kThreads) {
+        float values[kAtOnce], biases[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kMaxDrafts; ++i) {
-                if (drafts[i] == id) {
-                    known = true;
-                    count += 1.0f;
+        for (int n = 0; n < kAtOnce; ++n) { // asked for side by side: their waits overlap
+            const int id = first + n * kThreads;
+            values[n] = id < end ? read(logits + static_cast<size_t>(row) * logits_stride + id) : 0.0f;
+            biases[n] = bias && id < end ? read(bias + static_cast<size_t>(lane) * vocabulary + id) : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int id = first + n * kThreads;
+            if (id >= end) {
+                break;
+            }
+            float value = values[n];
+            finite &= fabsf(value) <= 3.4028234e38f || (open && value < 0);
+            if (bias) {
+                value = value + biases[n];
+            }
+            if (penalised) {
+                const size_t own = static_cast<size_t>(lane) * vocabulary + id;
+                float count = read(answer_counts + own);
+                bool known = read(seen + own) != 0;
+#pragma unroll
+                for (int i = 0; i < kMaxDrafts; ++i) {
+                    if (drafts[i] == id) {
+                        known = true;
+                        count += 1.0f;
+                    }
+                }
+                if (repetition != 1.0f && known) {
+                    value = value > 0 ? value / repetition : value * repetition;
+                }
+                // Separate roundings, as the reference has them: no fused multiply-add.
+                if (presence != 0.0f) {
+                    value = value - (count > 0 ? presence : 0.0f);
+                }
+                if (frequency != 0.0f) {
+                    value = __fsub_rn(value, __fmul_rn(frequency, count));
                 }
             }
-            if (repetition != 1.0f && known) {
-                value = value > 0 ? value / repetition : value * repetition;
+            if (mask && !(read(mask + static_cast<size_t>(row) * mask_words + id / 32) >> id % 32 & 1)) {
+                value = __uint_as_float(0xFF800000u);
             }
-            // Separate roundings, as the reference has them: no fused multiply-add.
-            if (presence != 0.0f) {
-                value = value - (count > 0 ? presence : 0.0f);
+            write(rows.logits + static_cast<size_t>(row) * vocabulary + id, value);
+            if (value > peak) {
+                peak = value;
+                best = id;
             }
-            if (frequency != 0.0f) {
-                value = __fsub_rn(value, __fmul_rn(frequency, count));
-            }
-        }
-        write(rows.logits + static_cast<size_t>(row) * vocabulary + id, value);
-        if (value > peak) {
-            peak = value;
-            best = id;
         }
     }
 #pragma unroll
@@ -253,16 +271,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int size = (vocabulary + kSlices - 1) / kSlices, begin = slice * size, end = min(vocabulary, begin + size);
     int own_counts[kDigits] = {};
     double own_masses[kDigits] = {};
-    for (int id = begin + threadIdx.x; id < end; id += kThreads) {
-        const float value = read(rows.logits + static_cast<size_t>(row) * vocabulary + id);
-        const unsigned key = ascending(value);
-        if (key >= floor && (pass == 0 || key >> (shift + 4) == step.prefix >> (shift + 4))) {
-            const int digit = key >> shift & (kDigits - 1);
-            const double mass = weight(value, peak, temperature);
+    for (int first = begin + threadIdx.x; first < end; first += kAtOnce * kThreads) {
+        float values[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kDigits; ++i) {
-                own_counts[i] += digit == i;
-                own_masses[i] += digit == i ? mass : 0.0;
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int id = first + n * kThreads;
+            values[n] = id < end ? read(rows.logits + static_cast<size_t>(row) * vocabulary + id) : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const unsigned key = ascending(values[n]);
+            const bool inside = first + n * kThreads < end && key >= floor;
+            if (inside && (pass == 0 || key >> (shift + 4) == step.prefix >> (shift + 4))) {
+                const int digit = key >> shift & (kDigits - 1);
+                const double mass = weight(values[n], peak, temperature);
+#pragma unroll
+                for (int i = 0; i < kDigits; ++i) {
+                    own_counts[i] += digit == i;
+                    own_masses[i] += digit == i ? mass : 0.0;
+                }
             }
         }
     }

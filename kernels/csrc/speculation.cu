@@ -37,11 +37,12 @@ __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long
 // `drafts` [rows] (the last row's unused); sources [rows]: the draft's own row of `draft_rows`, -1: it was certain;
 // chances FP64 [rows]: its probability there. positions [sequences]: of the first row's token. Decides how many drafts
 // stand: verdict [sequences, 4] = accepted, row that the last token comes from, what to draw (0 nothing, 1 its
-// distribution, 2 the rest of it), token (greedy) or -1; a row that is not finite: accepted -1. Grid: (sequences).
+// distribution, 2 the rest of it), token (greedy) or -1; a row that is not finite: accepted -1. forced: [lanes], or null: how
+// many drafts stand whatever the logits say, -1: as they say; the best id follows. Grid: (sequences).
 extern "C" __global__ void __launch_bounds__(kThreads)
     sampling_judge(const int *sequence_lanes, const int *firsts, const int *counts, const long long *positions,
-                   const int *drafts, const int *sources, const double *chances, const long long *seeds, Wishes wishes,
-                   Rows rows, int vocabulary, int selected, int *verdict) {
+                   const int *drafts, const int *sources, const double *chances, const int *forced,
+                   const long long *seeds, Wishes wishes, Rows rows, int vocabulary, int selected, int *verdict) {
     __shared__ double scratch[kWarps];
     const int sequence = blockIdx.x, lane = read(sequence_lanes + sequence);
     if (lane < 0) {
@@ -49,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     const int first = read(firsts + sequence), count = read(counts + sequence);
     const unsigned long long seed = read(seeds + lane), position = read(positions + sequence);
-    const bool greedy = read(wishes.temperature + lane) <= 0;
+    const int standing = forced ? min(read(forced + lane), count - 1) : -1;
+    const bool greedy = standing >= 0 || read(wishes.temperature + lane) <= 0;
     int accepted = 0, kind = greedy ? 0 : 1, token = -1;
     bool finite = true;
     for (int row = first; row < first + count; ++row) {
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int row = first + index, draft = index + 1 < count ? read(drafts + row) : -1;
         if (greedy) {
             row_peak(rows, row, token);
-            if (token != draft) {
+            if (standing >= 0 ? index == standing : token != draft) {
                 break;
             }
         } else {

@@ -7,6 +7,8 @@ from .pages import pages_for
 from .sampling import fault_of
 from .speculation import MAX_DRAFTS
 
+MAX_CHECKPOINTS = 16
+
 
 def check_settings(max_context: int, lanes: int) -> None:
     """Raises InputError for settings that no engine or executor works with."""
@@ -61,6 +63,8 @@ def fault_of_request(request: GenerateRequest, max_context: int, vocabulary: int
         return "echo_logprobs needs sampling.logprobs of 1 or more."
     if request.rope_positions is not None and (fault := _rope_fault(request.rope_positions, len(prompt))):
         return fault
+    if len(request.checkpoints) > MAX_CHECKPOINTS or any(not 0 < at <= len(prompt) for at in request.checkpoints):
+        return f"checkpoints: expected at most {MAX_CHECKPOINTS} lengths of 1 to {len(prompt)} tokens."
     if request.grammar is not None and (fault := _grammar_fault(request, vocabulary)):
         return fault
     return fault_of(request.sampling, vocabulary)

@@ -5,6 +5,7 @@ steps do the same work and produce the same records. What computes is an executo
 """
 
 from collections import deque
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,14 +14,28 @@ from ..grammar import GrammarFault
 from ..images.processor import ImageProcessor
 from ..messages import GenerateRequest, StepRecord, TokenEvent, TokenLogprob
 from .admission import answer_limit, check_forced, check_range, check_settings, fault_of_images, fault_of_request
-from .claims import Claims
+from .chunks import chunk_end, next_prompt
+from .claims import Claim, Claims
 from .constraint import Constraint
+from .content import Content
 from .executor import Executor, Outcome
 from .lane import Lane
 from .pages import PagePool
-from .records import step_record
+from .prefix import INTERVAL, Prefix, PrefixCache
+from .records import events_hash
 
 PREFILL_CHUNK = 512
+
+
+class _Waiting:
+    """A request without a lane. Its content is looked at each time a lane comes free."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+
+    @cached_property
+    def content(self) -> Content:
+        return Content(self.request)
 
 
 class Engine:
@@ -32,6 +47,8 @@ class Engine:
     tokenizer     the tokenizer's file, without which requests with a grammar are refused
     processor     knows the sizes of pictures, and `image_token` stands for them; None: such requests are refused
     drafts_from   instead of the MTP layer's drafts: those of each round of an answer, none after the last
+    prefix_bytes  memory for the states of prefixes kept for later prompts; less than one state's: none is kept
+    prefix_interval  tokens between the states of a long prompt
     """
 
     def __init__(
@@ -46,9 +63,12 @@ class Engine:
         tokenizer: Path | None = None,
         processor: ImageProcessor | None = None,
         image_token: int | None = None,
+        prefix_bytes: int = 0,
+        prefix_interval: int = INTERVAL,
     ) -> None:
         check_settings(max_context, lanes)
         check_range("prefill chunk", prefill_chunk, 1, 1 << 16)
+        check_range("prefix interval", prefix_interval, 1, 1 << 24)
         if drafts_from is not None:
             check_forced(drafts_from, n_sampleable)
         self.executor = executor
@@ -59,12 +79,22 @@ class Engine:
         self._tokenizer = tokenizer
         self._processor, self._image_token = processor, image_token
         self._pool = PagePool(executor.pages)
-        self._claims = Claims(self._pool)
-        self._waiting: deque[GenerateRequest] = deque()
+        states = prefix_bytes // executor.state_bytes
+        self.prefixes = PrefixCache(self._pool, executor, states, prefix_interval) if states else None
+        self._claims = Claims(self._pool, self.prefixes)
+        self._waiting: deque[_Waiting] = deque()
         self._lanes: list[Lane | None] = [None] * lanes
         self._order: list[Lane] = []  # lanes in the order of admission
         self._prefilled_last = False
         self._events: list[TokenEvent] = []
+        self._unproved = False  # lanes were given out that no record has told of
+        self._cached = 0  # tokens of their prompts that were found
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The executor's, and how many prefixes are kept."""
+        prefixes = "off" if self.prefixes is None else f"{self.prefixes.states}-states"
+        return {**self.executor.facts, "prefix_cache": prefixes}
 
     @property
     def pages(self) -> int:
@@ -77,13 +107,18 @@ class Engine:
         return self._pool.free
 
     @property
+    def idle_pages(self) -> int:
+        """Pages that only kept prefixes hold."""
+        return self._pool.idle
+
+    @property
     def running(self) -> list[Lane]:
         """The lanes at work, in the order of admission."""
         return list(self._order)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. A request that cannot be served ends with an "error" event of the next step."""
-        alive = [r.request_id for r in self._waiting] + [lane.request.request_id for lane in self._order]
+        alive = [one.request.request_id for one in self._waiting] + [lane.request.request_id for lane in self._order]
         fault = fault_of_request(request, self.max_context, self.n_sampleable, self.pages)
         fault = fault or fault_of_images(request, self._processor, self._image_token)
         if request.request_id in alive:
@@ -91,13 +126,13 @@ class Engine:
         if fault:
             self._finish_event(request, "error", fault)
         else:
-            self._waiting.append(request)
+            self._waiting.append(_Waiting(request))
 
     def cancel(self, request_id: int) -> None:
         """End a request, waiting or running, with a "cancelled" event of the next step; unknown ids are ignored."""
-        for request in [r for r in self._waiting if r.request_id == request_id]:
-            self._waiting.remove(request)
-            self._finish_event(request, "cancelled")
+        for waiting in [one for one in self._waiting if one.request.request_id == request_id]:
+            self._waiting.remove(waiting)
+            self._finish_event(waiting.request, "cancelled")
         for lane in [x for x in self._order if x.request.request_id == request_id]:
             self._release(lane)
             self._finish_event(lane.request, "cancelled")
@@ -115,44 +150,95 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> tuple[StepRecord, list[TokenEvent]]:
-        """Admit what fits, then do one prefill chunk or one decode round; they alternate while both have work."""
+        """Admit what fits, then do one prefill chunk or one decode round; they alternate while both have work.
+
+        With a prefix cache, an admission is a step of its own: the ranks agree on what they found before one of them
+        reads on from there.
+        """
         self._admit()
+        if self._unproved and self.prefixes is not None:
+            return self._record("admit")
         prefilling = [lane for lane in self._order if lane.prefilling]
         decoding = [lane for lane in self._order if not lane.prefilling]
         kind = "idle"
         if prefilling and not (decoding and self._prefilled_last):
             kind = "prefill"
-            self._prefill(prefilling[0])
+            self._prefill(next_prompt(prefilling))
         elif decoding:
             kind = "round"
             self._round(decoding)
         self._prefilled_last = kind == "prefill"
         self._admit()  # lanes that have just come free
+        return self._record(kind)
+
+    def _record(self, kind: str) -> tuple[StepRecord, list[TokenEvent]]:
         events, self._events = self._events, []
-        record = step_record(kind, events, self._order, self.free_pages, len(self._waiting), self.executor.seen())
+        cached, self._cached, self._unproved = self._cached, 0, False
+        record = StepRecord(
+            kind=kind,
+            tokens_produced=sum(len(event.tokens) for event in events),
+            token_hash=events_hash(events, self.executor.seen()),
+            position=sum(lane.length for lane in self._order),
+            free_pages=self.free_pages,
+            pending=len(self._waiting),
+            cached_tokens=cached,
+            prefixes=0 if self.prefixes is None else len(self.prefixes),
+            evicted=0 if self.prefixes is None else self.prefixes.evicted,
+        )
         return record, events
 
     def _admit(self) -> None:
         for index, taken in enumerate(self._lanes):
             if taken is not None or not self._waiting:
                 continue
-            request = self._waiting[0]
+            waiting = self._waiting[0]
+            request = waiting.request
             limit = answer_limit(request, self.max_context)
-            pages = self._claims.claim(index, len(request.prompt), len(request.prompt) + limit)
-            if pages is None:
+            prompt = len(request.prompt)
+            prefix = self._find(waiting)
+            claim = None
+            if prefix is not None:
+                claim = self._claims.claim(index, prompt, prompt + limit, prefix)
+            if claim is None:  # the pages that a prefix would have to be copied from may be those that are needed
+                prefix, claim = None, self._claims.claim(index, prompt, prompt + limit)
+            if claim is None:
                 return  # first come, first served: later and smaller requests wait behind it
             self._waiting.popleft()
-            lane = Lane(index, request, limit, pages, forced=self._forced)
+            lane = Lane(index, request, limit, claim.pages, forced=self._forced)
             try:
                 lane.constraint = self._constraint(request)
             except GrammarFault as error:
                 self._claims.release(lane)
                 self._finish_event(request, "error", f"the grammar: {error}")
                 continue
-            self.executor.open(lane)
-            self._lanes[index] = lane
-            self._order.append(lane)
-            self._events.append(TokenEvent(request.request_id, [], [], None, 0, 0, len(request.prompt), admitted=True))
+            self._open(lane, claim, prefix, waiting.content)
+
+    def _find(self, waiting: "_Waiting") -> Prefix | None:
+        """What is kept of the request's prompt; nothing where all of it must be read for its scores."""
+        if self.prefixes is None or waiting.request.echo_logprobs:
+            return None
+        return self.prefixes.find(waiting.content, len(waiting.request.prompt))
+
+    def _open(self, lane: Lane, claim: Claim, prefix: Prefix | None, content: Content) -> None:
+        self.executor.open(lane)
+        for source, target in claim.copies:
+            self.executor.copy_page(source, target)
+        if self.prefixes is not None:
+            lane.content = content
+        if prefix is not None and self.prefixes is not None:
+            self.executor.load(lane, prefix.state)
+            self.prefixes.use(prefix)
+            lane.prefixes.append(prefix.name)
+            lane.read = prefix.length
+        self._lanes[lane.index] = lane
+        self._order.append(lane)
+        self._unproved = True
+        self._cached += lane.read
+        request = lane.request
+        admitted = TokenEvent(
+            request.request_id, [], [], None, 0, 0, len(request.prompt), admitted=True, cached_tokens=lane.read
+        )
+        self._events.append(admitted)
 
     def _constraint(self, request: GenerateRequest) -> Constraint | None:
         if request.grammar is None:
@@ -169,9 +255,14 @@ class Engine:
 
     def _prefill(self, lane: Lane) -> None:
         start, length = lane.read, len(lane.request.prompt)
-        count = min(self._chunk, length - start)
-        scores = self.executor.prefill(lane, start, count)
-        lane.read += count
+        scores: list[TokenLogprob] = []
+        if start < length:
+            interval = None if self.prefixes is None else self.prefixes.interval
+            end = chunk_end(lane, self._chunk, interval)
+            scores = self.executor.prefill(lane, start, end - start)
+            lane.read = end
+            if self.prefixes is not None and self.prefixes.wanted(lane):
+                self.prefixes.keep(lane)
         if lane.read < length:
             if scores:
                 self._emit(lane, Outcome([]), [], None, scores)
@@ -190,6 +281,8 @@ class Engine:
 
     def _take(self, lane: Lane, outcome: Outcome, scores: list[TokenLogprob] | None = None) -> None:
         if outcome.fault is not None:
+            if self.prefixes is not None:
+                self.prefixes.distrust(lane)
             self._release(lane)
             self._finish_event(lane.request, "error", outcome.fault)
             return
@@ -206,6 +299,9 @@ class Engine:
     ) -> None:
         request = lane.request
         if reason:
+            if self.prefixes is not None and lane.content is not None and lane.produced:
+                lane.content.extend(lane.tokens[len(lane.content) :], lane.rope_delta)
+                self.prefixes.keep(lane)
             self._release(lane)
         self._events.append(
             TokenEvent(

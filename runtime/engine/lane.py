@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..messages import GenerateRequest
 from .constraint import Constraint
+from .content import Content
 
 
 class Lane:
@@ -16,6 +17,9 @@ class Lane:
     read        prompt tokens that have been read
     rounds      decode rounds so far
     constraint  the grammar that the answer is held to; it knows the tokens of `tokens`
+    passed      chunks of other prompts that were read since this prompt's last
+    content     names its beginnings, where there is a prefix cache
+    prefixes    names of those that it went on from or that were kept of it
     forced      instead of the MTP layer's drafts: those of each round, none after the last
     """
 
@@ -37,6 +41,9 @@ class Lane:
         self.tokens = list(request.prompt)
         self.read = 0
         self.rounds = 0
+        self.passed = 0
+        self.content: Content | None = None
+        self.prefixes: list[bytes] = []
         self.rope_delta = 0
         if request.rope_positions is not None:
             self.rope_delta = max(map(max, request.rope_positions)) + 1 - len(request.prompt)

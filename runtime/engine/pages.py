@@ -15,34 +15,67 @@ def pages_for(tokens: int) -> int:
 class PagePool:
     """Pages 0 .. pages - 1. The lowest free numbers are handed out first, so equal histories give equal tables.
 
-    free  pages that nobody holds
+    A page is held by lanes (`hold`, `drop`), by prefixes kept for later prompts (`keep`, `forget`), or free.
     """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self._free = list(range(pages))
-        self._holders = [0] * pages
+        self._lanes = [0] * pages
+        self._prefixes = [0] * pages
+        self._idle = 0
 
     @property
     def free(self) -> int:
+        """Pages that nobody holds."""
         return len(self._free)
 
+    @property
+    def idle(self) -> int:
+        """Pages that only prefixes hold."""
+        return self._idle
+
+    def idle_of(self, pages: list[int]) -> int:
+        """How many of `pages`, all different, only prefixes hold."""
+        return sum(not self._lanes[page] and self._prefixes[page] > 0 for page in pages)
+
     def take(self, count: int) -> list[int]:
-        """`count` free pages for one holder."""
+        """`count` free pages for one lane."""
         assert count <= len(self._free), f"{count} pages taken of {len(self._free)} free"
         taken = [heapq.heappop(self._free) for _ in range(count)]
-        self.hold(taken)
+        for page in taken:
+            self._lanes[page] = 1
         return taken
 
     def hold(self, pages: list[int]) -> None:
-        """One more holder for each of the pages."""
+        """One more lane for each of the pages, which lanes or prefixes hold already."""
         for page in pages:
-            self._holders[page] += 1
+            assert self._lanes[page] or self._prefixes[page], f"page {page} is free"
+            self._idle -= not self._lanes[page]
+            self._lanes[page] += 1
 
     def drop(self, pages: list[int]) -> None:
-        """One holder less; a page without any is free."""
+        """One lane less for each of the pages."""
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} is dropped once too often"
-            self._holders[page] -= 1
-            if not self._holders[page]:
+            assert self._lanes[page] > 0, f"page {page} is dropped once too often"
+            self._lanes[page] -= 1
+            if not self._lanes[page]:
+                if self._prefixes[page]:
+                    self._idle += 1
+                else:
+                    heapq.heappush(self._free, page)
+
+    def keep(self, pages: list[int]) -> None:
+        """One more prefix for each of the pages, which a lane holds."""
+        for page in pages:
+            assert self._lanes[page], f"page {page} belongs to no lane"
+            self._prefixes[page] += 1
+
+    def forget(self, pages: list[int]) -> None:
+        """One prefix less for each of the pages."""
+        for page in pages:
+            assert self._prefixes[page] > 0, f"page {page} is forgotten once too often"
+            self._prefixes[page] -= 1
+            if not self._prefixes[page] and not self._lanes[page]:
+                self._idle -= 1
                 heapq.heappush(self._free, page)

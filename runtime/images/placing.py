@@ -9,11 +9,24 @@ from ..messages import ImageInput
 
 @dataclass(frozen=True)
 class Placed:
-    """A prompt with its pictures. `rope_positions`: three rows (time, height, width), None without pictures."""
+    """A prompt with its pictures. `rope_positions`: three rows (time, height, width), None without pictures.
+
+    `factor`: pixels along the edge of the square that one token stands for.
+    """
 
     ids: list[int]
     images: list[ImageInput]
     rope_positions: list[list[int]] | None
+    factor: int = 1
+
+    def index(self, count: int) -> int:
+        """Where in `ids` the first `count` tokens end, counted when each picture was a single one."""
+        added = 0
+        for image in self.images:
+            if image.start - added >= count:
+                break
+            added += (image.height // self.factor) * (image.width // self.factor) - 1
+        return count + added
 
 
 def place(ids: list[int], pad: int, pictures: list[tuple[int, int, bytes]], factor: int) -> Placed:
@@ -47,4 +60,4 @@ def place(ids: list[int], pad: int, pictures: list[tuple[int, int, bytes]], fact
         down += [position + row for row in range(rows) for _ in range(columns)]
         across += [position + column for _ in range(rows) for column in range(columns)]
         position += max(rows, columns)
-    return Placed(out, images, [time, down, across])
+    return Placed(out, images, [time, down, across], factor)

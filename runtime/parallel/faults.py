@@ -1,8 +1,10 @@
 """The test doors of the exchange between ranks: faults that an outside test can order by environment variable.
 
 `DUOVOLT_MAILBOX_FAULT=RANK:STEP:KIND`, KIND a delay in ms, `drop`, `stale` or `wrap`;
-`DUOVOLT_LOCKSTEP_FAULT=RANK:ROUND:KIND`, KIND `hash`, `position` or `count`. Each fires once, at the first step (from 1)
-or decode round (from 0) that is not below the given one. `wrap` moves the counters of both ranks to just below 2^32.
+`DUOVOLT_LOCKSTEP_FAULT=RANK:ROUND:KIND`, KIND `hash`, `position` or `count`;
+`DUOVOLT_START_FAULT=RANK:STAGE:KIND`, KIND a delay in ms, `never` or `twice`, stage 0 the hello, 1 the ready of a rank.
+Each fires once, at the first step (from 1), decode round (from 0) or stage that is not below the given one. `wrap` moves
+the counters of both ranks to just below 2^32.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from ...checkpoint.errors import InputError
 
 MAILBOX_DOOR = "DUOVOLT_MAILBOX_FAULT"
 LOCKSTEP_DOOR = "DUOVOLT_LOCKSTEP_FAULT"
-DOORS = (MAILBOX_DOOR, LOCKSTEP_DOOR)
+START_DOOR = "DUOVOLT_START_FAULT"
+DOORS = (MAILBOX_DOOR, LOCKSTEP_DOOR, START_DOOR)
+_KINDS = {
+    MAILBOX_DOOR: ("drop", "stale", "wrap"),
+    LOCKSTEP_DOOR: ("hash", "position", "count"),
+    START_DOOR: ("never", "twice"),
+}
+_WITH_DELAY = (MAILBOX_DOOR, START_DOOR)
 
 
 @dataclass
@@ -38,10 +47,10 @@ def read_fault(door: str) -> Fault | None:
     text = os.environ.get(door)
     if not text:
         return None
-    kinds = ("drop", "stale", "wrap") if door == MAILBOX_DOOR else ("hash", "position", "count")
+    kinds, delays = _KINDS[door], door in _WITH_DELAY
     parts = text.split(":")
     valid = len(parts) == 3 and parts[0] in ("0", "1") and parts[1].isdecimal()
-    if not valid or not (parts[2] in kinds or (door == MAILBOX_DOOR and parts[2].isdecimal())):
-        what = " or ".join(kinds) + (" or a delay in milliseconds" if door == MAILBOX_DOOR else "")
+    if not valid or not (parts[2] in kinds or (delays and parts[2].isdecimal())):
+        what = " or ".join(kinds) + (" or a delay in milliseconds" if delays else "")
         raise InputError(f"{door}={text!r}: expected RANK:NUMBER:KIND with rank 0 or 1 and kind {what}")
     return Fault(int(parts[0]), int(parts[1]), parts[2])

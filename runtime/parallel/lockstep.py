@@ -6,12 +6,12 @@ each rank has received (the smaller count is admitted by both) and which request
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import xxhash
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from ...checkpoint.errors import CheckFailed
 from ..messages import StepRecord
@@ -20,6 +20,11 @@ from .region import RECORD_WORDS, Region
 from .waiting import wait_for
 
 KINDS = ("admit", "prefill", "round", "idle")
+# Sequence; the record's fields, of which the kind is a number; received, cancel mask; then zeros up to the own hash.
+_FIELDS = len(StepRecord.__struct_fields__)
+_BODY = struct.Struct(f"<{_FIELDS + 3}Q{8 * (RECORD_WORDS - 1 - _FIELDS - 3)}x")
+_HASH = struct.Struct("<Q")
+_COMPARED = slice(8, 8 + 8 * _FIELDS)  # bytes of the words that must be equal
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,13 @@ class SoloLockstep:
     """One rank agrees with itself, and leaves its records where the proxy looks for them."""
 
     def __init__(self, region: Region | None = None) -> None:
-        self._mine = None if region is None else region.records[0]
+        self._mine = None if region is None else _buffers(region, 0)
         self._sequence = 0
 
     def agree(self, record: StepRecord, received: int, cancel_mask: int) -> Agreement:
         self._sequence += 1
         if self._mine is not None:
-            self._mine[self._sequence % 2] = _pack(self._sequence, record, received, cancel_mask)
+            self._mine[self._sequence % 2][:] = _pack(self._sequence, record, received, cancel_mask)
         return Agreement(received, cancel_mask)
 
 
@@ -66,8 +71,8 @@ class SharedLockstep:
 
     def __init__(self, region: Region, rank: int, timeout_seconds: float) -> None:
         self.rank = rank
-        self._mine = region.records[rank]
-        self._theirs = region.records[1 - rank]
+        self._mine = _buffers(region, rank)
+        self._theirs = _buffers(region, 1 - rank)
         self._timeout_seconds = timeout_seconds
         self._sequence = 0
         self._rounds = 0
@@ -77,28 +82,30 @@ class SharedLockstep:
         """Exchange records. Raises LockstepFailure with both records if they differ, LockstepTimeout if none comes."""
         self._sequence += 1
         sent = self._with_fault(record)
-        self._mine[self._sequence % 2] = _pack(self._sequence, sent, received, cancel_mask)
-        buffer, sequence = self._theirs[self._sequence % 2], np.uint64(self._sequence)
+        mine = _pack(self._sequence, sent, received, cancel_mask)
+        self._mine[self._sequence % 2][:] = mine
+        buffer, sequence = self._theirs[self._sequence % 2], mine[:8]
 
-        def look() -> np.ndarray | None:
-            if buffer[0] != sequence:
+        def look() -> bytes | None:
+            if buffer[:8] != sequence:
                 return None
-            words = buffer.copy()
-            return words if words[-1] == _hash(words[:-1]) else None
+            data = bytes(buffer)
+            return data if _is_whole(data) else None
 
-        words = wait_for(look, self._timeout_seconds)
-        if words is None:
+        data = wait_for(look, self._timeout_seconds)
+        if data is None:
             raise LockstepTimeout(
                 f"rank {self.rank}: no lockstep record {self._sequence} from rank {1 - self.rank} "
                 f"within {self._timeout_seconds:g} s; own record: {sent}"
             )
-        theirs, their_received, their_mask = _unpack(words)
-        if theirs != sent:
+        if data[_COMPARED] != mine[_COMPARED]:
+            theirs = _unpack(data)
             first, second = (sent, theirs) if self.rank == 0 else (theirs, sent)
             raise LockstepFailure(
                 f"TP2 LOCKSTEP FAILURE at record {self._sequence} (seen by rank {self.rank})\n"
                 f"  rank 0: {first}\n  rank 1: {second}"
             )
+        their_received, their_mask = _BODY.unpack_from(data)[1 + _FIELDS :]
         return Agreement(min(received, their_received), cancel_mask | their_mask)
 
     def _with_fault(self, record: StepRecord) -> StepRecord:
@@ -121,29 +128,35 @@ def last_record(region: Region, rank: int) -> tuple[int, StepRecord | None]:
 
     Reads what the rank may be writing: a record counts only if its hash is right.
     """
-    whole = [words for words in region.records[rank].copy() if words[0] and words[-1] == _hash(words[:-1])]
+    whole = [data for data in map(bytes, _buffers(region, rank)) if any(data[:8]) and _is_whole(data)]
     if not whole:
         return 0, None
-    words = max(whole, key=lambda candidate: int(candidate[0]))
-    if int(words[1]) >= len(KINDS):
+    data = max(whole, key=lambda candidate: int(_BODY.unpack_from(candidate)[0]))
+    sequence, kind = _BODY.unpack_from(data)[:2]
+    if kind >= len(KINDS):
         return 0, None
-    return int(words[0]), _unpack(words)[0]
+    return sequence, _unpack(data)
 
 
-def _hash(words: np.ndarray) -> np.uint64:
-    return np.uint64(xxhash.xxh64_intdigest(words.tobytes()))
+def _buffers(region: Region, rank: int) -> list[memoryview]:
+    """The bytes of both of a rank's records in the shared file."""
+    return [memoryview(words).cast("B") for words in region.records[rank]]
 
 
-def _pack(sequence: int, record: StepRecord, received: int, cancel_mask: int) -> np.ndarray:
-    words = np.zeros(RECORD_WORDS, dtype=np.uint64)
-    words[:9] = (
-        sequence, KINDS.index(record.kind), record.tokens_produced, record.token_hash, record.position, record.free_pages,
-        record.pending, received, cancel_mask,
-    )  # fmt: skip
-    words[-1] = _hash(words[:-1])
-    return words
+def _hash(body: bytes) -> bytes:
+    return _HASH.pack(xxhash.xxh64_intdigest(body))
 
 
-def _unpack(words: np.ndarray) -> tuple[StepRecord, int, int]:
-    kind, *fields, received, cancel_mask = (int(word) for word in words[1:9])
-    return StepRecord(KINDS[kind], *fields), received, cancel_mask
+def _is_whole(data: bytes) -> bool:
+    return _hash(data[: _BODY.size]) == data[_BODY.size :]
+
+
+def _pack(sequence: int, record: StepRecord, received: int, cancel_mask: int) -> bytes:
+    kind, *numbers = astuple(record)
+    body = _BODY.pack(sequence, KINDS.index(kind), *numbers, received, cancel_mask)
+    return body + _hash(body)
+
+
+def _unpack(data: bytes) -> StepRecord:
+    kind, *fields = _BODY.unpack_from(data)[1 : 1 + _FIELDS]
+    return StepRecord(KINDS[kind], *fields)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,15 @@ from ..parallel.region import ProgressCounter, Region, region_bytes
 from ..parallel.shared import SharedFile, sweep_dead
 from ..rank.options import RankOptions
 from ..rank.wire import Failed, Hello, Ready, Step, Stop, ToProxy, decode_to_proxy, encode
+from .load_watch import LoadWatch
 from .plan import ServePlan
 
 _STOP_SECONDS = 0.7  # for a rank to end by itself, or to print its side of a failure; then it is killed
 _LOADING_NEWS_SECONDS = 5.0
+_LOADING_LOOK_SECONDS = 0.5
+_LONGEST_LOAD_SECONDS = 3600.0  # the largest model of the family from a slow disk takes a tenth of it
+# What the ranks say of their engines must be the same where it decides what a step does.
+_AGREED_FACTS = ("kv", "kv_pages", "draft_head", "collective", "max_context", "drafts", "lanes", "graphs", "attention")
 _READABLE = int(zmq.POLLIN)  # the plain number: arithmetic of flags costs more than the question
 
 
@@ -77,7 +82,7 @@ class RankGroup:
         self.fault: asyncio.Future[RankFault] = self._loop.create_future()
 
     async def start(self) -> None:
-        """Start the processes and wait until all are ready. Raises RankFault or EnvironmentFault."""
+        """Start the processes and wait until all are ready. Raises RankFault, EnvironmentFault or OSError."""
         sweep_dead()
         self._shared = SharedFile.create(region_bytes())
         region = Region(self._shared.memory)
@@ -86,12 +91,14 @@ class RankGroup:
         for rank in range(self._plan.size):
             socket = self._context.socket(zmq.PAIR)
             socket.linger = 0
+            socket.sndhwm = 0  # the hub bounds what may wait here, whatever a rank is doing
             socket.bind(self._endpoint(rank))
             self._sockets.append(socket)
             self._loop.add_reader(socket.fileno(), self._drain, rank)
             self._processes.append(await self._spawn(rank))
             self._tasks.append(asyncio.create_task(self._watch_exit(rank)))
         await self._wait_ready()
+        self._check_ready()
 
     def send(self, message: GenerateRequest | CancelRequest | Stop) -> None:
         """The same bytes to every rank, in the same order."""
@@ -111,6 +118,11 @@ class RankGroup:
     def step_age(self) -> float:
         """Seconds since the slower rank's last sign of life; idle ranks give one twice a second."""
         return max(progress.age_seconds for progress in self._progress)
+
+    @property
+    def busy(self) -> bool:
+        """True if any rank has an answer to make."""
+        return any(progress.busy for progress in self._progress)
 
     def views(self) -> list[RankView]:
         """Each rank as its words in the shared file show it: nobody is asked."""
@@ -140,6 +152,7 @@ class RankGroup:
             socket.close()
         self._context.term()
         self._clear_names()
+        self._shared, self._progress = None, []  # the last mapping goes with them: the next generation needs the room
 
     def kill(self) -> None:
         """SIGKILL to what still runs: a rank in a wait of its own does not listen."""
@@ -165,11 +178,22 @@ class RankGroup:
             draft_head=plan.options.draft_head,
             drafts_from=None if plan.options.drafts_from is None else plan.options.drafts_from.absolute(),
             prefill_chunk=plan.options.prefill_chunk,
+            prefix_bytes=plan.options.prefix_cache,
+            prefix_interval=plan.options.prefix_interval,
             sampleable=plan.tokenizer.size,
             exchange_seconds=plan.exchange_seconds,
             ends=",".join(map(str, plan.tokenizer.stop_ids)),
+            kv=plan.options.kv,
+            graphs=plan.options.graphs,
+            draft_window=plan.options.draft_window,
+            collective="" if plan.way is None else plan.way.argument,
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
+        if (cards := plan.cards) is not None:
+            options = replace(options, pages=cards.pages)
+            if cards.uuids:  # every rank sees all the cards in use, and no others, in rank order: peers must be visible
+                environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.uuids)}
+                options = replace(options, device=f"cuda:{rank}", cpus=",".join(map(str, cards.near[rank])))
         if not self._first:  # a door opens once: the restarted ranks must be able to serve
             for door in DOORS:
                 environment.pop(door, None)
@@ -190,21 +214,44 @@ class RankGroup:
     async def _wait_ready(self) -> None:
         ready = asyncio.ensure_future(self._all_ready.wait())
         either: list[asyncio.Future[Any]] = [ready, self.fault]
-        start = time.monotonic()
+        start = news = time.monotonic()
+        watch = LoadWatch([process.pid for process in self._processes])
         while True:
-            done, _ = await asyncio.wait(either, timeout=_LOADING_NEWS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(either, timeout=_LOADING_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if self.fault.done():
                 ready.cancel()
                 raise self.fault.result()
             if done:
                 return
-            if not self._plan.options.quiet:
-                waiting = [str(rank) for rank in range(self._plan.size) if rank not in self._ready]
-                seconds = time.monotonic() - start
-                print(
-                    f"duovolt serve: loading for {seconds:.0f} s, waiting for rank {', '.join(waiting)}",
-                    file=sys.stderr,
-                )
+            now = time.monotonic()
+            self._look_at_loading(watch, now - start)
+            if now - news >= _LOADING_NEWS_SECONDS and not self._plan.options.quiet:
+                news = now
+                waiting = ", ".join(str(rank) for rank in range(self._plan.size) if rank not in self._ready)
+                print(f"duovolt serve: loading for {now - start:.0f} s, waiting for rank {waiting}", file=sys.stderr)
+
+    def _look_at_loading(self, watch: LoadWatch, seconds: float) -> None:
+        """A rank that does nothing for the watchdog's time, or loads for ever, is taken to hang.
+
+        One that is ready idles, and gives signs of life of its own.
+        """
+        for rank, process in enumerate(self._processes):
+            loaded = rank in self._ready
+            silent = self._progress[rank].age_seconds if loaded else watch.look(process.pid)
+            if silent > self._plan.options.watchdog_seconds:
+                self._set_fault(RankFault(f"rank {rank} has done nothing for {silent:.0f} s while the ranks load."))
+            if not loaded and seconds > _LONGEST_LOAD_SECONDS:
+                self._set_fault(RankFault(f"rank {rank} was not ready after {seconds:.0f} s."))
+
+    def _check_ready(self) -> None:
+        """Raises RankFault if a hello came from a stranger, or if the ranks' engines are not alike."""
+        for rank, process in enumerate(self._processes):
+            if (found := self._hellos[rank].pid) != process.pid:
+                raise RankFault(f"rank {rank} is process {found}, not {process.pid}, which was started as it.")
+            for name in _AGREED_FACTS:
+                first, other = self._ready[0].facts.get(name), self._ready[rank].facts.get(name)
+                if first != other:
+                    raise RankFault(f"the ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}.", 2)
 
     def _drain(self, rank: int) -> None:
         """Take every message that has come: the library's descriptor tells of the first only.
@@ -222,6 +269,8 @@ class RankGroup:
 
     def _take(self, rank: int, message: ToProxy) -> None:
         match message:
+            case Hello() | Ready() if rank in (self._hellos if isinstance(message, Hello) else self._ready):
+                self._set_fault(RankFault(f"rank {rank} has started twice."))
             case Hello():
                 self._check_hello(rank, message)
             case Ready():
@@ -300,6 +349,9 @@ def _private_folder() -> Path:
             if owner_is_dead(child.name) and child.is_dir() and child.stat().st_uid == os.geteuid():
                 shutil.rmtree(child, ignore_errors=True)
         folder = parent / owned_name()
-        folder.mkdir(mode=0o700)
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError:  # full: there may be room in the next
+            continue
         return folder
-    raise EnvironmentFault("no writable folder with a short path for the sockets; set TMPDIR to one.")
+    raise EnvironmentFault("no writable folder with a short path and room for the sockets; set TMPDIR to one.")

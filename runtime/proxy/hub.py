@@ -16,6 +16,7 @@ from .opened import Events, OpenRequest
 from .request_log import note_answer
 
 _RATE_WINDOW_SECONDS = 5.0
+_MOST_LEAVING = 256
 SUSPICIOUS_DRAFTS = 500
 
 
@@ -33,6 +34,8 @@ class Counters:
     completion_tokens: int = 0
     proposed: int = 0
     accepted: int = 0
+    cached_prompts: int = 0
+    cached_tokens: int = 0
     restarts: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why finished answers ended
 
@@ -52,8 +55,10 @@ class Hub:
         self.capacity = lanes + max_waiting
         self._max_wait_seconds = max_wait_seconds
         self._open: dict[int, OpenRequest] = {}
+        self._leaving: set[int] = set()  # cancelled, and not yet ended by the ranks: what waits in sockets is bounded
         self._next_id = 1
         self._recent: deque[tuple[float, int]] = deque()
+        self.last_event = 0.0  # monotonic time of the ranks' last word
         self.send: Callable[[GenerateRequest | CancelRequest], None] | None = None
         self.draining = False
         self.retry_after = 1
@@ -84,17 +89,13 @@ class Hub:
             raise unavailable("the server is stopping", 5)
         if self.send is None:
             raise unavailable("the ranks are not ready", self.retry_after)
+        if len(self._leaving) > _MOST_LEAVING:
+            self.counters.rejected += 1
+            raise _full(f"{len(self._leaving)} answers whose clients have left are being ended")
         if len(self._open) + count > self.capacity:
             self.counters.rejected += 1
             more = "" if count == 1 else f", and this request asks for {count} more"
-            raise ApiError(
-                429,
-                f"{len(self._open)} answers are running or waiting{more}; this server holds {self.capacity}. "
-                "Try again later",
-                kind="rate_limit_error",
-                code="queue_full",
-                retry_after=1,
-            )
+            raise _full(f"{len(self._open)} answers are running or waiting{more}; this server holds {self.capacity}")
 
     def submit(self, requests: list[GenerateRequest], names: tuple[str, ...] = ()) -> list[OpenRequest]:
         """Number the requests and send them to all ranks; they share one queue of events.
@@ -158,15 +159,18 @@ class Hub:
             opened.finish = "stop"
         self._close(opened, outcome)
         if self.send is not None:
+            self._leaving.add(opened.request.request_id)
             self.send(CancelRequest(opened.request.request_id))
 
     def relay(self, events: list[TokenEvent]) -> None:
         """Pass agreed events to their readers; those of released requests have none."""
-        now = time.monotonic()
+        now = self.last_event = time.monotonic()
         for event in events:
             self.counters.completion_tokens += len(event.tokens)
             self.counters.proposed += event.proposed
             self.counters.accepted += event.accepted
+            self.counters.cached_prompts += event.cached_tokens > 0
+            self.counters.cached_tokens += event.cached_tokens
             if not self._warned and self.counters.drafts_are_dead():
                 self._warned = True
                 print(
@@ -177,6 +181,8 @@ class Hub:
                 )
             self._recent.append((now, len(event.tokens)))
             opened = self._open.get(event.request_id)
+            if event.finish_reason is not None:
+                self._leaving.discard(event.request_id)
             if opened is None:
                 continue
             opened.count(event, now)
@@ -194,6 +200,7 @@ class Hub:
             opened.events.put_nowait(error)
             self._close(opened, "failed")
         self._open.clear()
+        self._leaving.clear()
 
     def in_making(self) -> list[OpenRequest]:
         """The open answers, oldest first: those of the lanes come before those that wait."""
@@ -223,3 +230,7 @@ class Hub:
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - _RATE_WINDOW_SECONDS:
             self._recent.popleft()
+
+
+def _full(why: str) -> ApiError:
+    return ApiError(429, f"{why}. Try again later", kind="rate_limit_error", code="queue_full", retry_after=1)

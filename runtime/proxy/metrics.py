@@ -21,6 +21,8 @@ _COUNTERS = {
     "completion_tokens": "tokens of answers",
     "proposed": "drafted tokens judged",
     "accepted": "drafted tokens accepted",
+    "cached_prompts": "prompts whose beginning was in the prefix cache",
+    "cached_tokens": "tokens of prompts that need not be read, because it held them",
     "restarts": "restarts of the ranks",
 }
 _OUTCOMES = ("finished", "cancelled", "failed", "rejected", "expired")
@@ -53,7 +55,9 @@ class ServerCollector:
             "waiting": ("requests that wait for a lane", hub.waiting),
             "tokens_per_second": ("all answers together, over five seconds", hub.tokens_per_second()),
             "kv_pages": ("pages of keys and values there are, each rank", state.kv_pages),
-            "kv_pages_free": ("pages that no lane holds", state.free_pages),
+            "kv_pages_free": ("pages that no lane and no kept prefix holds", state.free_pages),
+            "prefixes": ("prefixes kept for later prompts", state.prefixes),
+            "prefixes_evicted": ("prefixes let go since the ranks started", state.prefixes_evicted),
             "context_tokens": ("tokens held in the caches of all lanes", state.context_tokens),
         }
         for name, (text, value) in gauges.items():

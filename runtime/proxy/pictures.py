@@ -100,7 +100,13 @@ def encode_with_pictures(
     answers: int = 1,
 ) -> Placed:
     """The ids of a rendered prompt, each `<|image_pad|>` in it given the tokens of its picture. Raises ApiError (400)."""
-    ids = encode_prompt(tokenizer, text, max_context)
+    return place_pictures(encode_prompt(tokenizer, text, max_context), urls, reader, max_context, answers)
+
+
+def place_pictures(
+    ids: list[int], urls: list[str], reader: PictureReader | None, max_context: int, answers: int = 1
+) -> Placed:
+    """As encode_with_pictures, from the ids of the rendered prompt."""
     if reader is None:
         return Placed(ids, [], None)
     pads = ids.count(reader.pad)

@@ -21,7 +21,7 @@ from .connections import PatientProtocol
 from .errors import unavailable
 from .hub import Hub
 from .log_file import LogFile
-from .notify import notify
+from .notify import keep_alive, notify
 from .options import ServeOptions
 from .origins import allow_origins
 from .plan import ServePlan, make_plan
@@ -45,6 +45,7 @@ class _HttpServer(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
+    _tell_plan(plan)
     sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     log = None if options.log_requests is None else LogFile(options.log_requests)
@@ -59,6 +60,20 @@ def serve(options: ServeOptions) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _tell_plan(plan: ServePlan) -> None:
+    """Before anything is loaded: the cards and their memory, part by part; or why there are none."""
+    lines = [f"backend auto: reference, because: {plan.notice}"] if plan.notice else []
+    if plan.cards is not None:
+        numbers = ", ".join(map(str, plan.cards.numbers))
+        lines.append(f"{f'card {numbers}: ' if numbers else ''}{plan.cards.card}; memory a rank:")
+        lines += plan.cards.plan
+    if plan.way is not None:
+        lines.append(f"between the cards: {plan.way}")
+    if not plan.options.quiet:
+        for line in lines:
+            print(f"duovolt serve: {line}", file=sys.stderr, flush=True)
 
 
 class _Server:
@@ -94,6 +109,7 @@ class _Server:
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         ranks = asyncio.create_task(self._supervisor.run())
         stop = asyncio.create_task(self._first_signal.wait())
+        alive = asyncio.create_task(keep_alive())
         tokenizer = self._plan.tokenizer
         ready = asyncio.create_task(self.workers.run(prepare, tokenizer.file, tokenizer.size, tokenizer.stop_ids))
         try:
@@ -107,6 +123,7 @@ class _Server:
             stop.cancel()
             ready.cancel()
             await asyncio.gather(ranks, http, stop, ready, return_exceptions=True)
+            alive.cancel()
         for task in (ranks, http):
             task.result()  # raises what ended it
         return 0
@@ -133,6 +150,7 @@ class _Server:
         choices = {
             "model": plan.model_id,
             "backend": plan.backend.name,
+            "devices": None if plan.cards is None else ",".join(map(str, plan.cards.numbers)) or "cpu",
             "ranks": plan.size,
             "conversion": plan.identity.conversion_id,
             "recipe": plan.identity.recipe,
@@ -162,7 +180,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket, bound before anything is started. Raises EnvironmentFault if the address is not to be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # With its protocol named, or asyncio does not know it for TCP and lets the first token wait 40 ms for an ACK.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()

@@ -42,7 +42,7 @@ class ServerState:
 
     @property
     def free_pages(self) -> int | None:
-        """Pages that no lane holds; None if the backend has none or has made no step."""
+        """Pages that no lane and no kept prefix holds; None if the backend has none or has made no step."""
         record = self._record()
         return None if record is None or self.kv_pages is None else record.free_pages
 
@@ -51,6 +51,18 @@ class ServerState:
         """Tokens in the caches of all lanes; None before the first step."""
         record = self._record()
         return None if record is None else record.position
+
+    @property
+    def prefixes(self) -> int | None:
+        """Prefixes kept for later prompts; None before the first step."""
+        record = self._record()
+        return None if record is None else record.prefixes
+
+    @property
+    def prefixes_evicted(self) -> int | None:
+        """Prefixes let go since the ranks started; None before the first step."""
+        record = self._record()
+        return None if record is None else record.evicted
 
     def labels(self) -> dict[str, str]:
         """The choices that do not change while the server runs."""
@@ -86,6 +98,8 @@ class ServerState:
             "counters": {name: value for name, value in asdict(counters).items() if name != "reasons"},
             "kv_pages": self.kv_pages,
             "kv_pages_free": self.free_pages,
+            "prefixes": self.prefixes,
+            "prefixes_evicted": self.prefixes_evicted,
             "context_tokens": self.context_tokens,
             "max_context": self._plan.max_context,
             "images": self._plan.pictures is not None,

@@ -28,18 +28,32 @@ class Supervisor:
         self._on_ready = on_ready
         self._group: RankGroup | None = None
         self._stopping = asyncio.Event()
+        self._unanswered_since: float | None = None
+        self._ready_since: float | None = None  # of the current generation
         self.facts: dict[str, str] = {}
 
     @property
     def ready(self) -> bool:
         """Ranks are up, and their last step or sign of idleness is recent."""
-        group = self._group
-        return self._hub.send is not None and group is not None and group.step_age() < self._plan.stale_seconds
+        age = self.step_age
+        return age is not None and age < self._plan.stale_seconds
 
     @property
     def step_age(self) -> float | None:
-        """Seconds since the last step; None while there are no ranks."""
-        return None if self._hub.send is None or self._group is None else self._group.step_age()
+        """Seconds since the last step, or since which the ranks idle while answers are open; None without ranks."""
+        if self._hub.send is None or self._group is None:
+            return None
+        return max(self._group.step_age(), self._unanswered_seconds(self._group))
+
+    def _unanswered_seconds(self, group: RankGroup) -> float:
+        """How long the ranks have idled with answers open: what was sent to them, or what they gave, went astray."""
+        if group.busy or not self._hub.open_count:
+            self._unanswered_since = None
+            return 0.0
+        now = time.monotonic()
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+        return now - max(self._unanswered_since, self._hub.last_event)
 
     def views(self) -> list[RankView]:
         """What can be seen of each rank; none while there are no ranks."""
@@ -49,7 +63,6 @@ class Supervisor:
         """Raises the fault of the first start: a server that never worked must say so with its exit code."""
         pause, first = _FIRST_PAUSE, True
         while not self._stopping.is_set():
-            started = time.monotonic()
             group = self._group = RankGroup(self._plan, self._hub.relay, first)
             try:
                 fault = await self._serve(group)
@@ -62,7 +75,7 @@ class Supervisor:
                 raise fault
             first = False
             self._hub.counters.restarts += 1
-            if time.monotonic() - started > _STEADY_SECONDS:
+            if self._ready_since is not None and time.monotonic() - self._ready_since > _STEADY_SECONDS:
                 pause = _FIRST_PAUSE
             self._hub.retry_after = round(pause) + 1
             print(f"duovolt serve: {fault} Ranks start again in {pause:g} s.", file=sys.stderr, flush=True)
@@ -71,6 +84,7 @@ class Supervisor:
 
     async def _serve(self, group: RankGroup) -> RankFault | None:
         """One generation from start to fault (returned) or stop (None)."""
+        self._ready_since = self._unanswered_since = None
         stop = asyncio.create_task(self._stopping.wait())
         start = asyncio.create_task(group.start())
         either: list[asyncio.Future[Any]] = [stop, group.fault]
@@ -81,10 +95,12 @@ class Supervisor:
             start.result()
             self.facts = group.facts()
             self._hub.send = group.send
+            self._ready_since = time.monotonic()
             self._on_ready(self.facts)
             while not self._stopping.is_set() and not group.fault.done():
                 await asyncio.wait(either, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if (age := group.step_age()) > self._plan.options.watchdog_seconds:
+                age = max(group.step_age(), self._unanswered_seconds(group))
+                if age > self._plan.options.watchdog_seconds:
                     group.report_hang(age)
             if not group.fault.done():
                 return None
@@ -96,6 +112,8 @@ class Supervisor:
             return fault
         except DuovoltError as error:  # memory file system full, no folder for sockets
             return RankFault(str(error), error.exit_code)
+        except OSError as error:  # no more processes, no more open files
+            return RankFault(f"cannot start the ranks: {error}.", 3)
         finally:
             for task in (stop, start):
                 task.cancel()

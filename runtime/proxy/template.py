@@ -47,12 +47,19 @@ class ChatTemplate:
                 raise InputError(f"{path}: the chat template does not compile: {error}.") from error
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+        opens: bool = True,
     ) -> str:
-        """The prompt up to the point where the assistant begins. Raises ApiError with the template's own message."""
+        """The prompt up to the point where the assistant begins, or `opens` False: up to the end of the last message.
+
+        Raises ApiError with the template's own message.
+        """
         if self._template is None:
             raise bad_request("this model has no chat template; use /v1/completions")
-        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        fixed = {"messages": messages, "tools": tools, "add_generation_prompt": opens}
         try:
             return self._template.render(**(self._tokens | variables | fixed))
         except ApiError:

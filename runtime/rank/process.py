@@ -6,12 +6,15 @@ import ctypes
 import os
 import signal
 import sys
+import time
 import traceback
 
 import zmq
 
 from ...checkpoint.errors import DuovoltError, EnvironmentFault, InputError
+from ..parallel.faults import START_DOOR, Fault, read_fault
 from ..parallel.lockstep import Lockstep, SharedLockstep, SoloLockstep
+from ..parallel.lockstep_log import logged
 from ..parallel.mailbox import Mailbox
 from ..parallel.region import ProgressCounter, Region
 from ..parallel.shared import SharedFile
@@ -38,6 +41,7 @@ def run_rank(options: RankOptions) -> int:
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.linger = _LINGER_MS
+    socket.sndhwm = 0  # a proxy that is stopped for a while must not hold a rank up: the open answers bound the queue
     socket.connect(options.endpoint)
     try:
         try:
@@ -60,6 +64,7 @@ def run_rank(options: RankOptions) -> int:
 
 def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
     """Say hello, load, say ready."""
+    fault = read_fault(START_DOOR)
     identity = _identity(options)
     region = Region(SharedFile.attach(options.shared).memory)
     hello = Hello(
@@ -72,7 +77,7 @@ def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
         versions(options.backend),
         options.backend,
     )
-    socket.send(encode(hello))
+    _say(socket, encode(hello), fault, options.rank, stage=0)
     lockstep: Lockstep = SoloLockstep(region)
     mailbox: Mailbox | None = None
     if options.size == 2:
@@ -81,9 +86,19 @@ def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
     engine, facts = build_engine(options, mailbox)
     progress = ProgressCounter(region, options.rank)
     progress.tick(busy=False)
-    facts["collective"] = "solo" if mailbox is None else "mailbox-cpu"
-    socket.send(encode(Ready(options.rank, facts)))
-    return RankLoop(engine, lockstep, socket, progress)
+    _say(socket, encode(Ready(options.rank, facts)), fault, options.rank, stage=1)
+    return RankLoop(engine, logged(lockstep, options.shared, options.rank), socket, progress)
+
+
+def _say(socket: zmq.Socket, message: bytes, fault: Fault | None, rank: int, stage: int) -> None:
+    """Send a message of the start; where a fault is ordered for it: late, never, or twice."""
+    kind = fault.kind if fault is not None and fault.due(rank, stage) else ""
+    while kind == "never":
+        signal.pause()
+    if kind.isdecimal():
+        time.sleep(int(kind) / 1000)
+    for _ in range(2 if kind == "twice" else 1):
+        socket.send(message)
 
 
 def _identity(options: RankOptions) -> RankIdentity:

@@ -29,11 +29,11 @@ class Growing(RuleBasedStateMachine):
         if index in self.lanes:
             return
         promised = sum(pages_for(len(lane.request.prompt) + lane.limit) for lane in self.lanes.values())
-        pages = self.claims.claim(index, prompt, prompt + answer)
-        assert (pages is not None) == (promised + pages_for(prompt + answer) <= self.PAGES)
-        if pages is not None:
+        claim = self.claims.claim(index, prompt, prompt + answer)
+        assert (claim is not None) == (promised + pages_for(prompt + answer) <= self.PAGES)
+        if claim is not None:
             request = GenerateRequest(index, [0] * prompt, answer, [], False, SamplingParams())
-            lane = self.lanes[index] = Lane(index, request, answer, pages)
+            lane = self.lanes[index] = Lane(index, request, answer, claim.pages)
             lane.read = prompt
 
     @rule(index=st.integers(0, LANES - 1), tokens=st.integers(1, 6))
@@ -66,12 +66,12 @@ TestGrowing = Growing.TestCase
 def test_the_lowest_free_pages_come_first() -> None:
     pool = PagePool(6)
     first, second = pool.take(2), pool.take(2)
-    pool.hold([1])
+    pool.keep([1])
     pool.drop(first)
-    assert (first, second, pool.free) == ([0, 1], [2, 3], 3)
+    assert (first, second, pool.free, pool.idle) == ([0, 1], [2, 3], 3, 1)
     assert pool.take(3) == [0, 4, 5]
-    pool.drop([1])
-    assert pool.take(1) == [1]
+    pool.forget([1])
+    assert pool.take(1) == [1] and not pool.idle
     with pytest.raises(AssertionError, match="of 0 free"):
         pool.take(1)
 

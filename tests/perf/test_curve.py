@@ -5,7 +5,7 @@ import pytest
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.perf.curve import Curve, Point, Refused, Series, read_curve
-from duovolt.perf.machine import Machine, driver_version
+from duovolt.perf.machine import Machine
 
 MACHINE = Machine(
     card="Tesla V100-PG500-216", capability=(7, 0), multiprocessors=72, core_mhz=1380, memory_mhz=1107, bus_bits=4096,
@@ -92,11 +92,3 @@ def test_a_large_file_is_not_read_whole(tmp_path):
         file.truncate(1 << 30)
     with pytest.raises(InputError, match="larger than"):
         read_curve(path)
-
-
-def test_driver_version_of_either_kernel_module():
-    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Mon Jan  1 00:00:00 UTC 2026\nGCC version: gcc 13.2.0"
-    opened = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  590.10  Release Build\n"
-    assert driver_version(closed) == "580.159.04"
-    assert driver_version(opened) == "590.10"
-    assert driver_version("nothing") is None

@@ -18,11 +18,11 @@ START_SECONDS = 40
 
 
 class Server:
-    """A running `duovolt serve`."""
+    """A running `duovolt serve`; `before`: a command that becomes the one that follows it."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], before: list[str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "duovolt", "serve", "--port", "0", *arguments],
+            [*(before or []), sys.executable, "-m", "duovolt", "serve", "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,

@@ -1,4 +1,5 @@
-"""Every known fault of servers (A) and of speculation (M) that needs no card to show has a test that names it."""
+"""Every known fault of servers (A, O01), of speculation (M) and of pairs of ranks (R) that needs no card to show has a
+test that names it."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 
 API = {f"A{number:02}" for number in range(1, 16)}
 SPECULATION = {f"M{number:02}" for number in range(2, 7)}  # M01: prefix cache and drafts together
+PAIRS = {f"R{number:02}" for number in (5, 6, 7, 8, 9, 11)}
+HEALTH = {"O01"}
 
 
 def test_every_case_is_named_by_a_test() -> None:
@@ -16,5 +19,5 @@ def test_every_case_is_named_by_a_test() -> None:
             for text in re.findall(
                 r'def test_\w+\((?:[^()]|\([^()]*\))*\)[^:]*:\n\s+"""(.*?)"""', path.read_text(), re.DOTALL
             ):
-                named |= set(re.findall(r"\b[AM]\d\d\b", text))
-    assert (API | SPECULATION) - named == set()
+                named |= set(re.findall(r"\b[AMRO]\d\d\b", text))
+    assert (API | SPECULATION | PAIRS | HEALTH) - named == set()

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from duovolt.runtime.proxy.connections import PatientProtocol
+from duovolt.runtime.proxy.server import _listen
 
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
@@ -69,3 +70,27 @@ def test_half_a_head_is_not_waited_for_and_a_slow_answer_is() -> None:
         assert 0.3 < seconds < 2 and said == b""
     assert good[1].endswith(b"late") and good[0] > 0.9
     assert second[1].endswith(b"late") and 0.3 < second[0] < 2
+
+
+def test_a_connection_sends_small_pieces_at_once() -> None:
+    """asyncio turns Nagle's algorithm off only for sockets whose protocol it is told; with it a kept connection's first
+    token waits for the client's delayed ACK, 40 ms."""
+
+    async def options() -> tuple[int, int]:
+        listener = _listen("127.0.0.1", 0)
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            sock = writer.get_extra_info("socket")
+            found.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        server = await asyncio.start_server(accepted, sock=listener)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        option = await asyncio.wait_for(found, 10)
+        writer.close()
+        server.close()
+        return listener.proto, option
+
+    protocol, option = asyncio.run(options())
+    assert protocol == socket.IPPROTO_TCP and option != 0

@@ -19,8 +19,9 @@ from duovolt.runtime.parallel.lockstep import (
     LockstepTimeout,
     SharedLockstep,
     SoloLockstep,
+    last_record,
 )
-from duovolt.runtime.parallel.region import Region, region_bytes
+from duovolt.runtime.parallel.region import RECORD_WORDS, Region, region_bytes
 
 RECORD = StepRecord("round", 4, 2**64 - 1, 777, 12, 3)
 WORD = st.integers(0, 2**64 - 1)
@@ -72,6 +73,9 @@ def test_equal_records_agree_on_the_smaller_count_and_all_cancels(steps: list[tu
         {"position": 776},
         {"free_pages": 11},
         {"pending": 0},
+        {"cached_tokens": 64},
+        {"prefixes": 3},
+        {"evicted": 1},
     ],
 )
 def test_any_difference_is_a_failure_on_both_ranks_with_both_records(change: dict[str, Any]) -> None:
@@ -109,3 +113,22 @@ def test_the_door_falsifies_one_rank_at_one_round(monkeypatch: pytest.MonkeyPatc
 
 def test_one_rank_agrees_with_itself() -> None:
     assert SoloLockstep().agree(RECORD, 7, 9) == Agreement(7, 9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(byte=st.integers(0, 8 * RECORD_WORDS - 1), bit=st.integers(0, 7))
+def test_a_record_that_is_torn_or_flipped_is_none(byte: int, bit: int) -> None:
+    """Neither taken for an agreement nor for a difference: a record counts once it is whole."""
+    region = Region(bytearray(region_bytes(4)), 4)
+    ranks = [SharedLockstep(region, rank, 0.02) for rank in (0, 1)]
+    with pytest.raises(LockstepTimeout):
+        ranks[1].agree(RECORD, 3, 0)  # leaves its record
+    theirs = memoryview(region.records[1, 1]).cast("B")
+    theirs[byte] ^= 1 << bit
+    with pytest.raises(LockstepTimeout):
+        ranks[0].agree(RECORD, 3, 0)
+    assert last_record(region, 1) == (0, None)
+    theirs[byte] ^= 1 << bit
+    assert last_record(region, 1) == (1, RECORD)
+    again = SharedLockstep(region, 0, 0.02)
+    assert again.agree(RECORD, 2, 1) == Agreement(2, 1)

@@ -342,11 +342,29 @@ def test_the_service_manager_hears_of_ready_and_of_stopping(start_server: Start,
         manager.settimeout(30)
         script = write_script(tmp_path / "script.jsonl", QUICK)
         server = start_server(
-            make_ranks(tmp_path / "ranks", 1), "--backend", f"scripted:{script}", NOTIFY_SOCKET=str(tmp_path / "notify")
-        )
-        assert manager.recv(100) == b"READY=1"
+            make_ranks(tmp_path / "ranks", 1), "--backend", f"scripted:{script}", NOTIFY_SOCKET=str(tmp_path / "notify"),
+            WATCHDOG_USEC="200000",
+        )  # fmt: skip
+
+        def heard(wanted: bytes) -> int:
+            """Signs of life before the message `wanted`."""
+            for count in range(1000):
+                if (message := manager.recv(100)) == wanted:
+                    return count
+                assert message == b"WATCHDOG=1"
+            raise AssertionError(wanted)
+
+        assert heard(b"READY=1") >= 1
+        time.sleep(0.6)
+        os.kill(server.pid, signal.SIGSTOP)  # a proxy that stands still gives none
+        manager.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            heard(b"STOPPING=1")
+        os.kill(server.pid, signal.SIGCONT)
+        manager.settimeout(30)
         server.process.send_signal(signal.SIGTERM)
-        assert manager.recv(100) == b"STOPPING=1"
+        heard(b"STOPPING=1")
+        # From here on nobody reads, and nobody waits for that.
         assert server.wait_exit(5) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -97,6 +98,31 @@ def test_the_queue_ends_where_reading_the_prompt_begins(two: Server) -> None:
         body = {"prompt": "Hello world " * 40, "max_tokens": 2}
         times = client.post("/v1/completions", json=body).json()["duovolt"]
     assert 0 < times["queue_ms"] < times["prompt_ms"] / 2
+
+
+def test_a_conversation_goes_on_from_what_was_kept(start_server: Start, folder: Path, two: Server) -> None:
+    """Through chat: the second turn finds the first up to where the template closes the question, and the same words."""
+    off = start_server(folder / "ranks-2", "--max-context", "512", "--lanes", "2", "--prefix-cache", "off")
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "Hello world, how are you today? " * 4}]
+    usage, hits = [], two.metric("cached_prompts_total")
+    for _ in range(3):
+        body = GREEDY | {"messages": talk, "max_tokens": 8}
+        answers = []
+        for server in (two, off):
+            with server.client(60) as client:
+                answers.append(client.post(CHAT, json=body).json())
+        first, second = answers
+        assert first["choices"][0]["message"] == second["choices"][0]["message"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        usage.append((first["usage"]["prompt_tokens"], first["usage"]["prompt_tokens_details"]["cached_tokens"]))
+        assert first["duovolt"]["cached_tokens"] == usage[-1][1]
+        talk += [{"role": "assistant", "content": "Well."}, {"role": "user", "content": "And now?"}]
+    opening = len("assistant\n<think>\n")  # as tokens: no more than characters
+    for (before, _), (_, cached) in itertools.pairwise(usage):
+        assert before - opening <= cached < before
+    assert two.metric("cached_prompts_total") == hits + 2
+    assert two.metric("cached_tokens_total") >= usage[1][1] + usage[2][1]
+    assert two.metric("prefixes") > 3 and off.metric("prefixes") == 0
 
 
 def test_echo_scores_the_prompt(two: Server) -> None:

@@ -206,6 +206,7 @@ def test_a_killed_rank_ends_open_answers_with_an_error_and_comes_back(
 
 
 def test_a_killed_proxy_leaves_no_rank_and_the_next_start_no_file(start_server: Start, tmp_path: Path) -> None:
+    """R08 R09: ranks go with their proxy, and names of the dead with the next start."""
     arguments = setup(tmp_path, SLOW)
     server = start_server(*arguments)
     Stream(server).wait_lines(server)
@@ -224,6 +225,7 @@ def test_a_killed_proxy_leaves_no_rank_and_the_next_start_no_file(start_server: 
 
 
 def test_a_live_servers_memory_is_left_alone(start_server: Start, tmp_path: Path) -> None:
+    """R08: the sweep takes those of dead owners only."""
     mine = SHARED_DIR / f"duovolt-{os.getpid()}-{start_time(os.getpid())}-0000abcd"
     mine.write_bytes(b"x")
     try:
@@ -307,7 +309,7 @@ def test_a_drain_that_takes_too_long_is_broken_off_and_so_by_a_second_signal(
         assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("kind", ["hash", "count"])
+@pytest.mark.parametrize("kind", ["hash", "count"])  # position: tests/runtime/faults
 def test_a_rank_that_parts_stops_both_with_both_records(start_server: Start, tmp_path: Path, kind: str) -> None:
     server = start_server(*setup(tmp_path, SLOW, QUICK), DUOVOLT_LOCKSTEP_FAULT=f"1:3:{kind}")
     old = server.rank_pids()
@@ -345,6 +347,7 @@ def test_a_wrapping_step_counter_changes_no_answer(start_server: Start, tmp_path
 
 
 def test_a_stuck_rank_turns_ready_red_and_the_watchdog_ends_it(start_server: Start, tmp_path: Path) -> None:
+    """O01: /health/ready tells the truth while decoding is stuck; /health/live stays green."""
     server = start_server(*setup(tmp_path, SLOW, size=1), "--watchdog-seconds", "3")
     stream = Stream(server)
     stream.wait_lines(server)
@@ -364,7 +367,6 @@ def test_a_stuck_rank_turns_ready_red_and_the_watchdog_ends_it(start_server: Sta
 
 REFUSALS: dict[str, tuple[list[str], int, str]] = {
     "no such folder": (["{folder}/none", "--backend", "{script}"], 2, "no such directory"),
-    "cuda": (["{folder}/ranks", "--backend", "cuda"], 3, "no CUDA engine; supported: auto, reference, scripted:FILE"),
     "unknown backend": (["{folder}/ranks", "--backend", "fast"], 2, "expected one of"),
     "bad script": (["{folder}/ranks", "--backend", "scripted:{folder}/bad.jsonl"], 2, "line 2"),
     "unfinished": (["{folder}/ranks"], 2, "unfinished"),

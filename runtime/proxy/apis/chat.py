@@ -13,11 +13,13 @@ from ..assembly import AnswerStyle, CallArguments, CallStart, Content, Piece, Re
 from ..delivery import Event, deliver
 from ..errors import ApiError
 from ..grammar import chat_grammar
-from ..pictures import encode_with_pictures
+from ..pictures import place_pictures
 from ..plan import ServePlan
+from ..prompt import encode_prompt
 from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
 from ..schema import ChatBody
 from ..service import Service, Stamp
+from ..shared_turns import token_ends
 from ..tokenizer import TextTokenizer
 from .chat_request import build_chat_prompt
 
@@ -50,7 +52,9 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Pl
     stops, ends, ignore_eos = stop_strings(body), stop_ids(body, tokenizer), bool(body.ignore_eos)
     prompt = build_chat_prompt(body, plan.template, plan.pictures is not None)
     grammar = chat_grammar(body, prompt.tools, prompt.thinking, plan)
-    placed = encode_with_pictures(prompt.text, prompt.images, plan.pictures, tokenizer, plan.max_context, body.n or 1)
+    ids = encode_prompt(tokenizer, prompt.text, plan.max_context)
+    shared = token_ends(tokenizer, prompt.text, ids, prompt.shared)
+    placed = place_pictures(ids, prompt.images, plan.pictures, plan.max_context, body.n or 1)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     length = answer_length(len(placed.ids), asked, plan.max_context, param)
@@ -73,6 +77,7 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Pl
             rope_positions=placed.rope_positions,
             grammar=grammar,
             images=placed.images,
+            checkpoints=[placed.index(count) for count in shared],
         )
         for number in range(body.n or 1)
     ]

@@ -9,6 +9,7 @@ from .. import strict_json
 from ..errors import bad_request
 from ..pictures import NO_TOWER
 from ..schema import ChatBody
+from ..shared_turns import shared_ends
 from ..template import ChatTemplate, opens_thinking
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -18,13 +19,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 class ChatPrompt:
     """`thinking`: the prompt has begun the assistant's reasoning; `tools`: those the answer may call.
 
-    `images`: the URLs of its pictures, in the order of the messages.
+    `images`: the URLs of its pictures, in the order of the messages. `shared`: characters of the text that later prompts
+    will begin with.
     """
 
     text: str
     thinking: bool
     tools: list[dict[str, Any]]
     images: list[str]
+    shared: list[int]
 
 
 def build_chat_prompt(body: ChatBody, template: ChatTemplate, reads_images: bool = False) -> ChatPrompt:
@@ -38,8 +41,10 @@ def build_chat_prompt(body: ChatBody, template: ChatTemplate, reads_images: bool
         variables["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":
             variables.setdefault("enable_thinking", False)
-    text = template.render(clean_messages(body.messages, images), tools or None, variables)
-    return ChatPrompt(text, opens_thinking(text), tools, images or [])
+    messages = clean_messages(body.messages, images)
+    text = template.render(messages, tools or None, variables)
+    shared = shared_ends(template, messages, tools or None, variables, text)
+    return ChatPrompt(text, opens_thinking(text), tools, images or [], shared)
 
 
 def clean_messages(messages: list[dict[str, Any]], images: list[str] | None) -> list[dict[str, Any]]:

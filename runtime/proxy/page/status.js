@@ -133,6 +133,11 @@ function memory(picture) {
     const used = picture.kv_pages - (picture.kv_pages_free ?? picture.kv_pages);
     bars.push(bar("Keys and values, each rank", used, picture.kv_pages, `${whole(used)} of ${whole(picture.kv_pages)} pages`));
   } else bars.push(element("p", "soft", "This backend keeps no keys and values."));
+  if (picture.prefixes != null && picture.kv_pages != null) {
+    const { cached_prompts, cached_tokens } = picture.counters;
+    bars.push(element("p", "soft", `Prefix cache: ${whole(picture.prefixes)} kept, ${whole(picture.prefixes_evicted)} let go; `
+      + `${whole(cached_prompts)} prompts found ${whole(cached_tokens)} tokens in it.`));
+  }
   return panel("Context and caches", ...bars);
 }
 

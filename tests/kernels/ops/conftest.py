@@ -18,6 +18,7 @@ from duovolt.kernels.module import PORTABLE, forced_arch
 
 FIBERS = Path(__file__).with_name("fibers.hpp")
 REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh")  # their instructions are the emulator's
+LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800}
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
 KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  # written out, or made by a macro
@@ -73,6 +74,7 @@ def compiled(source: str, arch: str, folder: Path) -> Emulated:
         shutil.copy(header, folder)
     for name in REPLACED:
         (folder / name).write_text("")
+    shutil.copy(LINK, folder / "link.cuh")
     text = (CSRC / source).read_text(encoding="utf-8")
     (folder / source).write_text(text, encoding="utf-8")
     names = [first or second for first, second in KERNEL.findall(BOUNDS.sub("", text)) if first != "name"]

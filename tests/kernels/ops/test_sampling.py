@@ -230,3 +230,63 @@ def test_bad_calls_are_refused():
     ):
         with pytest.raises(InputError, match=message):
             call()
+
+
+def words_of(allowed: torch.Tensor) -> torch.Tensor:
+    """bool [R, V] as the mask that `decide` takes."""
+    rows, vocabulary = allowed.shape
+    padded = torch.nn.functional.pad(allowed.cpu(), (0, -vocabulary % 32)).view(rows, -1, 32).long()
+    words = (padded << torch.arange(32)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int().to(allowed.device)
+
+
+@pytest.mark.parametrize("wish", ["greedy", "top-k", "all"])
+def test_tokens_that_a_mask_leaves_out_cannot_come(device, wish):
+    rng = np.random.default_rng(5)
+    logits = logits_of("normal", 2, rng, device)
+    allowed = torch.zeros(2, V, dtype=torch.bool, device=device)
+    allowed[0, logits[0].argsort()[:7]] = True  # the least likely ones: whole slices are left out
+    allowed[1, ::2] = True
+    cuts, results = Cuts("top_k" in WISHES[wish], "top_p" in WISHES[wish], wish == "greedy"), []
+    for operation in (decide, reference_of):
+        sampling = lanes_with([WISHES[wish]] * 2, device)
+        decision = Decision.of([0, 1], [4, 5], [[], []], device)
+        mask = words_of(allowed)
+        mask = mask.cpu() if operation is reference_of else mask
+        results.append(operation(logits, decision, sampling, Distributions.empty(2, V, device), cuts=cuts, mask=mask))
+    same(*results)
+    for row, token in enumerate(results[0].tokens[:, 0].tolist()):
+        assert allowed[row, token]
+
+
+def test_minus_infinity_is_a_draft_that_cannot_come_and_a_broken_answer(device):
+    rng = np.random.default_rng(6)
+    logits = logits_of("normal", 1, rng, device)
+    logits[0, ::3] = float("-inf")
+    decision = Decision.of([0], [4], [[]], device)
+    for operation in (decide, reference_of):
+        produced = [
+            int(
+                operation(
+                    values,
+                    *(decision, lanes_with([{}], device), Distributions.empty(1, V, device)),
+                    **{"cuts": Cuts(False, False), "purpose": purpose, "counted": False},
+                ).produced[0]
+            )
+            for values, purpose in ((logits, DRAFT), (logits, 0), (-logits, DRAFT))
+        ]
+        assert produced == [1, 0, 0]
+
+
+def test_acceptance_can_be_forced_for_measuring(device):
+    rng = np.random.default_rng(7)
+    logits = logits_of("normal", 4, rng, device)
+    decision = Decision.of([0], [4], [[11, 12, 13]], device)
+    decision = type(decision)(**{**vars(decision), "forced": torch.tensor([2], dtype=torch.int32, device=device)})
+    for operation in (decide, reference_of):
+        drawn = operation(
+            logits, decision, lanes_with([{}], device), Distributions.empty(4, V, device), cuts=Cuts(False, False)
+        )
+        assert drawn.tokens.tolist() == [[11, 12, int(logits[2].argmax()), -1, -1, -1]] and drawn.produced.tolist() == [
+            3
+        ]

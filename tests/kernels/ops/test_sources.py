@@ -9,7 +9,7 @@ from duovolt.kernels import build as builder
 
 from .support import FORBIDDEN
 
-SOURCES = ("attention", "delta", "kvcache", "logprobs", "norm", "rope", "sampling", "speculation")
+SOURCES = ("attention", "delta", "kvcache", "logprobs", "norm", "rope", "round", "sampling", "speculation", "staging")
 
 
 @pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])

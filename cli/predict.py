@@ -1,0 +1,200 @@
+"""`duovolt predict SRC --card CARD`: milliseconds a round and tokens a second from bytes and bandwidth."""
+
+import argparse
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from ..checkpoint.errors import CheckFailed, InputError
+from ..checkpoint.stage import disk_errors
+from ..model.partition import MAX_RANKS
+from ..perf.cards import Card, card_names, load_card
+from ..perf.forecast_file import compare, median_and_worst, read_forecast, read_measured, record
+from ..perf.gguf_ledger import gguf_ledger
+from ..perf.kernel_shares import read_shares
+from ..perf.launch_file import coverage, read_launch_times
+from ..perf.ledger import Shape
+from ..perf.model_source import sheet_at
+from ..perf.predict import CODE, Forecast, Setting, forecast
+from ..perf.variants import Case, variants
+from .predict_published import print_published, print_study
+
+EXAMPLE = """examples:
+  duovolt predict qwen3.8-27b --card v100-877 --tp 2 --link nvlink --drafts 3 --context 8192 186000
+  duovolt predict ranks/rank-0-of-2 --card curve.json --drafts 3 --what-if
+  duovolt predict qwen3.8-27b --card h200 --tp 1 2 --drafts 3 --context 8192 32768 131072 262144 --write forecast.json
+  duovolt predict --check measured.json --against forecast.json --within 3 5
+
+SRC as for `ledger`. A card is a curve that `duovolt bench curve --json` measured, a card file, or one of those that come
+with duovolt, each of which says where its numbers are from. docs/predict.md has the model and how far off it was."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLE
+    parser.add_argument("source", nargs="?", metavar="SRC", help="directory, .gguf, config.json or known name")
+    parser.add_argument("--card", metavar="C", help=f"{', '.join(card_names())}, a .toml, or a curve's .json")
+    parser.add_argument("--recipe", metavar="R", help="as for ledger")
+    parser.add_argument("--tp", type=int, nargs="+", metavar="N", help="ranks, one or several numbers (default: 1)")
+    parser.add_argument("--context", type=int, nargs="+", default=[0], metavar="N", help="tokens in the cache")
+    parser.add_argument("--drafts", type=int, default=0, metavar="K", help="tokens drafted a round (default: 0)")
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="sequences at once (default: 1)")
+    parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
+    parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as if there were a draft head (0: none)")
+    parser.add_argument("--acceptance", type=float, default=CODE, metavar="A", help=f"of a draft (default: {CODE})")
+    parser.add_argument(
+        "--link",
+        metavar="L",
+        help="between ranks: none, pcie, nvlink, or microseconds a message (default: the card's first)",
+    )
+    parser.add_argument("--host-us", type=float, default=0.0, metavar="U", help="host time a round (default: 0)")
+    parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
+    parser.add_argument("--head", choices=("split", "whole"), default="split", help="rows of the head on each rank")
+    parser.add_argument("--kernels", type=Path, metavar="FILE", help="shares measured by `bench kernels --json`")
+    parser.add_argument(
+        "--launches", type=Path, nargs="+", metavar="FILE", help="times measured by `bench launches --json`"
+    )
+    parser.add_argument("--what-if", action="store_true", help="also with one thing changed at a time")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the forecasts with date and commit")
+    parser.add_argument("--json", action="store_true", help="machine-readable: what --write would write")
+    parser.add_argument(
+        "--check", type=Path, nargs="+", metavar="MEASURED", help="compare measured rounds with --against"
+    )
+    parser.add_argument("--against", type=Path, nargs="+", metavar="FORECAST", help="files of --write")
+    parser.add_argument(
+        "--within", type=float, nargs=2, metavar=("MEDIAN", "WORST"), help="fail --check beyond so many percent"
+    )
+    parser.add_argument("--study", action="store_true", help="reproduce a published bandwidth study")
+    parser.add_argument("--published", action="store_true", help="derive published figures of V100s")
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    found = []
+    for tp, lanes, context in itertools.product(args.tp or [None], args.lanes, args.context):
+        if tp is not None and not 1 <= tp <= MAX_RANKS:
+            raise InputError(f"--tp {tp}: expected 1 to {MAX_RANKS}.")
+        sheet = sheet_at(args.source, tp, args.recipe)
+        if args.draft_head is not None:
+            if not 0 <= args.draft_head <= 1 << 24:
+                raise InputError(f"--draft-head {args.draft_head}: expected a number of rows of the vocabulary.")
+            sheet = sheet.with_draft_head(args.draft_head)
+        shape = Shape(context, args.drafts, lanes, args.kv)
+        setting = Setting(args.acceptance, args.link or "none", args.host_us)
+        found.append(Case(sheet, shape, setting, args.fuse, args.head == "split"))
+    return found
+
+
+def _linked(case: Case, card: Card, link: str | None) -> Case:
+    """The case with the link that was asked for, or the card's first; one rank has none."""
+    if case.sheet.tp == 1:
+        return replace(case, setting=replace(case.setting, link="none"))
+    if link is None and not card.links:
+        raise InputError(f"{card.name}: no figures of a link: give --link none, or a card file that has them.")
+    return replace(case, setting=replace(case.setting, link=link or next(iter(card.links))))
+
+
+def describe(found: Forecast) -> list[str]:
+    """A forecast in lines."""
+    shape, tp = found.ledger.shape, found.ledger.tp
+    ranks = f"{tp} ranks, link {found.setting.link}" if tp > 1 else "one rank"
+    lanes = f", {shape.lanes} lanes" if shape.lanes > 1 else ""
+    drafts = f", {shape.drafts} drafts of which {found.setting.acceptance:.0%} stand" if shape.drafts else ""
+    lines = [
+        f"{ranks}{lanes}, {shape.context:,} deep, {shape.kv} KV{drafts}: {found.seconds * 1e3:.2f} ms a round, "
+        f"{found.rate:.1f} tok/s (bytes alone: {found.floor * 1e3:.2f} ms)"
+    ]
+    for family, (count, moved, seconds) in found.families.items():
+        rate = f"{moved / seconds / 1e9:>7,.0f} GB/s" if moved > 1e6 and seconds else ""
+        lines.append(f"  {family:<11}{count:>5} launches {moved / 1e6:>11,.1f} MB {seconds * 1e3:>8.2f} ms {rate}")
+    return lines
+
+
+def _what_if(case: Case, card: Card) -> list[str]:
+    base, lines = case.forecast(card), []
+    for what, changed in variants(case, card):
+        other = changed.forecast(card)
+        change = other.seconds - base.seconds
+        lines.append(
+            f"  if {what:<36}{other.seconds * 1e3:>8.2f} ms ({change * 1e3:+.2f}) {other.rate:>8.1f} tok/s "
+            f"({other.rate / base.rate - 1:+.1%})"
+        )
+    return lines
+
+
+def _check(args: argparse.Namespace) -> int:
+    if args.against is None:
+        raise InputError("--check needs --against FORECAST, a file of `duovolt predict --write`.")
+    files = [read_forecast(path) for path in args.against]
+    found = compare([row for file in files for row in file.rounds], [read_measured(path) for path in args.check])
+    median, worst = median_and_worst([one.error for one in found])
+    mean_median, mean_worst = median_and_worst([one.mean_error for one in found])
+    if args.json:
+        rows = [
+            {"forecast": msgspec.to_builtins(one.forecast), "ms": one.measured, "error": one.error} for one in found
+        ]
+        facts = {"median": median, "worst": worst, "median_of_means": mean_median, "worst_of_means": mean_worst}
+        made = [{"date": file.date, "commit": file.commit} for file in files]
+        print(json.dumps({"forecasts": made, "rounds": rows} | facts, indent=1))
+    elif not args.quiet:
+        for line in dict.fromkeys(f"{one.card}, forecast on {one.date} at commit {one.commit}" for one in files):
+            print(line)
+        for one in found:
+            row = one.forecast
+            print(
+                f"  {row.model or '':<28} tp {row.tp} {row.context:>8,} deep, {row.drafts} drafts, {row.lanes} lanes, "
+                f"{row.kv}: {row.ms:>7.2f} ms forecast, {one.measured:>7.2f} measured, {one.error:+.1%}"
+            )
+        print(
+            f"{len(found)} rounds: median error {median:.1%}, worst {worst:.1%}; had every linear the mean size: "
+            f"{mean_median:.1%}, {mean_worst:.1%}"
+        )
+    if args.within and (median > args.within[0] / 100 or worst > args.within[1] / 100):
+        raise CheckFailed(
+            f"{args.check[0]}: median error {median:.1%}, worst {worst:.1%}: beyond {args.within[0]} and {args.within[1]} %."
+        )
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.check is not None:
+        return _check(args)
+    if args.study or args.published:
+        print_study() if args.study else print_published()
+        return 0
+    if args.source is None or args.card is None:
+        raise InputError("predict needs a model and a --card: `duovolt predict qwen3.8-27b --card v100-877`.")
+    if not 1 <= args.fuse <= 64:
+        raise InputError(f"--fuse {args.fuse}: expected 1 to 64.")
+    card = load_card(args.card)
+    if args.kernels is not None:
+        card = card.with_shares(read_shares(args.kernels))
+    if args.launches is not None:
+        files = [read_launch_times(path) for path in args.launches]
+        card = card.with_launches(files)
+    cases = []
+    if args.source.endswith(".gguf"):
+        shapes = [Shape(context, args.drafts, args.lanes[0], args.kv) for context in args.context]
+        setting = Setting(args.acceptance, "none", args.host_us)
+        found = [forecast(gguf_ledger(Path(args.source), shape), card, setting) for shape in shapes]
+    else:
+        cases = [_linked(case, card, args.link) for case in _cases(args)]
+        found = [case.forecast(card) for case in cases]
+    written = msgspec.json.format(msgspec.json.encode(record(found)), indent=1) + b"\n"
+    if args.write is not None:
+        with disk_errors(args.write.parent):
+            args.write.write_bytes(written)
+    if args.json:
+        print(written.decode(), end="")
+        return 0
+    if args.quiet:
+        return 0
+    print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
+    for index, one in enumerate(found):
+        if card.exact:
+            print("{} of {} launches were measured alone".format(*coverage(one.ledger.launches, card.exact)))
+        print("\n".join(describe(one)))
+        if args.what_if and cases:
+            print("\n".join(_what_if(cases[index], card)))
+    return 0

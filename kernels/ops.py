@@ -1,0 +1,88 @@
+"""The fused operations of the model under one name each: the kernels, or their torch references.
+
+Both have the same signatures, so that what is built on them runs on a GPU and, slowly, anywhere. The references take
+over where the tensors are on a CPU; on a GPU they show what the kernels should give.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import attention, delta, linear, logprobs, norm, prefill, prefill_attention, rope, round, sampling, staging
+from .sampling_state import Drawn
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One function an operation; the module of each has its shapes, dtypes and errors."""
+
+    embed: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_rms_norm: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
+    linears: Callable[..., list[Tensor]]
+    swiglu: Callable[..., Tensor]
+    linear_block: Callable[..., Tensor]
+    widen: Callable[..., Tensor]
+    silu_product: Callable[..., Tensor]
+    qkv_rope: Callable[..., Tensor]
+    decode_attention: Callable[..., Tensor]
+    prefill_attention: Callable[..., Tensor]
+    delta_decode: Callable[..., Tensor]
+    delta_prefill: Callable[..., Tensor]
+    decide: Callable[..., Drawn]
+    log_probabilities: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    round_rows: Callable[..., None]
+    round_advance: Callable[..., None]
+    scatter_logits: Callable[..., Tensor]
+
+
+cuda_ops = Ops(
+    embed=norm.embed,
+    rms_norm=norm.rms_norm,
+    gated_rms_norm=norm.gated_rms_norm,
+    linear=linear.linear,
+    linears=linear.linears,
+    swiglu=linear.swiglu,
+    linear_block=prefill.linear_block,
+    widen=staging.widen,
+    silu_product=staging.silu_product,
+    qkv_rope=rope.qkv_rope,
+    decode_attention=attention.decode_attention,
+    prefill_attention=prefill_attention.prefill_attention,
+    delta_decode=delta.delta_decode,
+    delta_prefill=delta.delta_prefill,
+    decide=sampling.decide,
+    log_probabilities=logprobs.log_probabilities,
+    round_rows=round.round_rows,
+    round_advance=round.round_advance,
+    scatter_logits=round.scatter_logits,
+)
+torch_ops = Ops(
+    embed=norm.embed_reference,
+    rms_norm=norm.rms_norm_reference,
+    gated_rms_norm=norm.gated_rms_norm_reference,
+    linear=linear.linear_reference,
+    linears=linear.linears_reference,
+    swiglu=linear.swiglu_reference,
+    linear_block=prefill.linear_block_reference,
+    widen=staging.widen_reference,
+    silu_product=staging.silu_product_reference,
+    qkv_rope=rope.qkv_rope_reference,
+    decode_attention=attention.decode_attention_reference,
+    prefill_attention=prefill_attention.prefill_attention_reference,
+    delta_decode=delta.delta_decode_reference,
+    delta_prefill=delta.delta_prefill_reference,
+    decide=sampling.decide_reference,
+    log_probabilities=logprobs.log_probabilities_reference,
+    round_rows=round.round_rows_reference,
+    round_advance=round.round_advance_reference,
+    scatter_logits=round.scatter_logits_reference,
+)
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The kernels on a CUDA device, the references elsewhere."""
+    return cuda_ops if device.type == "cuda" else torch_ops

@@ -1,0 +1,89 @@
+"""Times of launches on a GPU that neither Python nor the L2 cache explains.
+
+Launches are captured in a graph. The stream is held by a spinning kernel until the whole graph is queued behind it, and the
+first event must not have passed by then: otherwise the host was part of the time, and the timing says so.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.module import load
+
+PROBE = "probe.cu"
+REPEATS = 15
+_WARM = 2
+_SHORTEST_HOLD_US = 100
+_LONGEST_HOLD_US = 200_000
+_NODES = (256, 2304)  # lengths of the chains whose difference gives the cost of a node
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a launch: median of repeats; spread: (largest - smallest) / median. `dry`: the queue ran dry."""
+
+    seconds: float
+    spread: float
+    dry: bool = False
+
+
+def time_queued(launches: Sequence[Callable[[], object]], device: torch.device, repeats: int = REPEATS) -> Timing:
+    """Times a graph of the launches in order. Call each once before, so that nothing is compiled in the capture."""
+    probe = load(PROBE, device.index)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        launches[0]()
+        probe.launch("hold", 1, 1, (1,))
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for launch in launches:
+            launch()
+    with torch.cuda.stream(stream):
+        submitted = 0.0
+        for _ in range(_WARM):
+            begin = time.perf_counter()
+            graph.replay()
+            submitted = time.perf_counter() - begin
+            stream.synchronize()
+        hold = _SHORTEST_HOLD_US + int(2e6 * submitted)
+        times, dry = [], 0
+        for _ in range(repeats):
+            seconds, ran_dry = _replay(graph, stream, probe.launch, hold)
+            if ran_dry:
+                dry += 1
+                hold = min(2 * hold, _LONGEST_HOLD_US)
+            else:
+                times.append(seconds)
+    count = len(launches)
+    if len(times) < max(3, repeats // 2):  # a busy host may lose a few
+        return Timing(math.nan, math.nan, dry=True)
+    middle = statistics.median(times)
+    return Timing(middle / count, (max(times) - min(times)) / middle)
+
+
+def node_cost(device: torch.device, repeats: int = REPEATS) -> Timing:
+    """Seconds that a graph's node costs in a chain of kernels that do nothing."""
+    probe = load(PROBE, device.index)
+    short, long = (time_queued([lambda: probe.launch("empty", 1, 32, ())] * n, device, repeats) for n in _NODES)
+    if short.dry or long.dry:
+        return Timing(math.nan, math.nan, dry=True)
+    nodes = _NODES[1] - _NODES[0]
+    return Timing((long.seconds * _NODES[1] - short.seconds * _NODES[0]) / nodes, max(short.spread, long.spread))
+
+
+def _replay(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, launch: Callable[..., None], hold: int
+) -> tuple[float, bool]:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    launch("hold", 1, 1, (min(hold, _LONGEST_HOLD_US),))
+    begin.record(stream)
+    graph.replay()
+    end.record(stream)
+    ran_dry = begin.query()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3, ran_dry

@@ -1,0 +1,94 @@
+"""Milliseconds a round and tokens a second, before they are measured: every launch of the ledger at its bytes' time.
+
+    round = sum over kernels of curve(bytes) / share + sum over collectives of latency(bytes) + host
+
+curve is the card's plain read (or its own linears') with the launch in it, share what a kernel family is known to reach of
+it. A round yields lanes * (1 + drafts * acceptance) tokens.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from ..checkpoint.errors import InputError
+from .cards import Card
+from .ledger import FAMILIES, Launch, Ledger
+
+CODE, CHINESE = 0.77, 0.46  # acceptance of three drafts, as published for the 27B
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is not in the ledger: `acceptance` of drafts, `link` between ranks, host time a round that nothing hides."""
+
+    acceptance: float = CODE
+    link: str = "none"
+    host_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.acceptance <= 1:
+            raise InputError(f"an acceptance of {self.acceptance}: expected 0 to 1.")
+        if not (math.isfinite(self.host_us) and 0 <= self.host_us <= 1e7):
+            raise InputError(f"{self.host_us} us of host time: expected 0 to 10,000,000.")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`families`: name -> (launches, bytes, seconds) in a round, collectives and host among them."""
+
+    card: Card
+    ledger: Ledger
+    setting: Setting
+    families: dict[str, tuple[int, float, float]]
+
+    @property
+    def seconds(self) -> float:
+        """Of a round."""
+        return sum(seconds for _, _, seconds in self.families.values())
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of a round, all lanes together."""
+        shape = self.ledger.shape
+        return shape.lanes * (1 + shape.drafts * self.setting.acceptance)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, all lanes together."""
+        return self.tokens / self.seconds
+
+    @property
+    def floor(self) -> float:
+        """Seconds if every byte came at the bandwidth of the largest read, and nothing else cost anything."""
+        last = self.card.series["read"][0].points[-1]
+        return (self.ledger.read + self.ledger.written) / last.gbps / 1e9
+
+
+def forecast(ledger: Ledger, card: Card, setting: Setting) -> Forecast:
+    """Raises InputError for a link that the card has no figures of."""
+    families: dict[str, tuple[int, float, float]] = {}
+    for family in FAMILIES:
+        mine = [launch for launch in ledger.launches if launch.family == family]
+        if mine:
+            moved = sum(launch.moved + launch.message for launch in mine)
+            families[family] = len(mine), moved, sum(_seconds(launch, card, setting) for launch in mine)
+    if setting.host_us:
+        families[HOST] = 0, 0.0, setting.host_us * 1e-6
+    return Forecast(card, ledger, setting, families)
+
+
+def _seconds(launch: Launch, card: Card, setting: Setting) -> float:
+    return card.message(launch, setting.link) if launch.family == "collective" else card.seconds(launch)
+
+
+def at_mean_size(ledger: Ledger) -> Ledger:
+    """The same linears and heads, every one of the mean size: what a forecast from two numbers sees."""
+    mine = [launch for launch in ledger.launches if launch.family in ("linear", "head")]
+    mean = sum(launch.weights for launch in mine) / max(1, len(mine))
+    return replace(
+        ledger,
+        launches=tuple(
+            replace(launch, weights=mean) if launch.family in ("linear", "head") else launch
+            for launch in ledger.launches
+        ),
+    )

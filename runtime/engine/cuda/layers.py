@@ -1,0 +1,265 @@
+"""The layers on fused operations, for a round's rows and for a prompt's chunk. Residual stream in float32.
+
+A layer is read twice here: `Layers` has what both forms share, top to bottom; `RowLayers` and `ChunkLayers` say how each
+step is computed. In a round every operation gives a row the bits it would get alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from ....kernels import reference
+from ....kernels.kvcache import DIM, KVCache
+from ....kernels.linear import MAX_TOKENS
+from ....kernels.norm import LARGEST
+from ....kernels.ops import Ops
+from ....kernels.round_state import Pass
+from ....kernels.weights import Weight
+from ...parallel.device import DeviceCollective, NormingCollective
+from ..model import Observe
+from ..weights import Sizes
+from .state import CudaState
+from .weights import CudaAttention, CudaDelta, CudaLayer
+
+Tables = tuple[Tensor, Tensor]
+Walk = Generator[None, None, Tensor | None]
+
+
+def in_turn(walks: list[Walk]) -> list[Tensor | None]:
+    """Walk through the layers with several passes in turn, stop by stop; what each leaves to be added."""
+    results: list[Tensor | None] = [None] * len(walks)
+    going = list(range(len(walks)))
+    while going:
+        for number in list(going):
+            try:
+                next(walks[number])
+            except StopIteration as done:
+                results[number] = done.value
+                going.remove(number)
+    return results
+
+
+class Common:
+    """What every pass needs: operations, state, sizes, rotary tables."""
+
+    def __init__(
+        self, ops: Ops, state: CudaState, sizes: Sizes, eps: float, tables: Tables, axes: Tensor, link: DeviceCollective
+    ) -> None:
+        self.ops, self.state, self.sizes, self.eps = ops, state, sizes, eps
+        self.tables, self.axes, self.link = tables, axes, link
+        self.side = torch.cuda.Stream(state.device) if link.size > 1 and state.device.type == "cuda" else None
+        self.observe: Observe | None = None  # never while a graph is captured
+
+
+class Layers:
+    """One pass of T rows through layers."""
+
+    def __init__(self, common: Common, tokens: int, overflows: Tensor) -> None:
+        """overflows int32 [T]."""
+        self.common, self.ops, self.state = common, common.ops, common.state
+        self.tokens, self.overflows = tokens, overflows
+
+    def run(self, x: Tensor, layers: Sequence[CudaLayer], pools: Sequence[KVCache]) -> Tensor | None:
+        """Move x float32 [T, H] through the layers, in place; what is still to be added to it, None if nothing is."""
+        return in_turn([self.walk(x, layers, pools)])[0]
+
+    def walk(self, x: Tensor, layers: Sequence[CudaLayer], pools: Sequence[KVCache]) -> Walk:
+        """As `run`, with a stop wherever what the ranks have computed is on its way to be summed."""
+        delta: Tensor | None = None
+        for number, layer in enumerate(layers):
+            mixer, normed = layer.mixer, self.norm(x, layer.input_norm, delta)
+            if isinstance(mixer, CudaAttention):
+                mixed = self.attention(mixer, normed, pools[layer.index])
+            else:
+                mixed = self.delta(mixer, layer.index, normed)
+            delta = self.project(mixer.output, mixed, x)
+            yield
+            normed = self.norm(x, layer.post_norm, delta)
+            delta = self.project(layer.down, self.gated(layer, normed), x)
+            yield
+            if self.common.observe is not None:
+                self.common.observe(number, self.stream(x, delta))
+        return delta
+
+    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+        """x += delta; its norm in fp16 [T, H], and in float32 in `wide`."""
+        return self.ops.rms_norm(x, weight, self.common.eps, delta=delta, wide=wide, overflows=self.overflows)
+
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """The residual stream with what is still to be added, for an observer."""
+        return x if delta is None else x + delta
+
+    def attention(self, weights: CudaAttention, x: Tensor, cache: KVCache) -> Tensor:
+        """fp16 [T, query heads * 256], gated; keys and values are written into the cache."""
+        sizes = self.common.sizes
+        queries, keys = 2 * sizes.query_heads * DIM, sizes.kv_heads * DIM
+        projection = self.products(x, weights.inputs, [queries, keys, keys])
+        query = self.ops.qkv_rope(
+            *(projection, weights.query_norm, weights.key_norm, self.common.tables, self.common.axes),
+            *(self.positions, self.slots, cache, self.common.eps),
+            overflows=self.overflows,
+        )
+        gate = projection[:, :queries].unflatten(1, (sizes.query_heads, 2 * DIM))[..., DIM:]
+        return self.attend(query, cache, gate)
+
+    def delta(self, weights: CudaDelta, index: int, x: Tensor) -> Tensor:
+        """fp16 [T, value heads * 128], gated and normalised; the lanes' states move."""
+        heads = self.common.sizes.value_heads
+        widths = [weights.delta.channels, heads * self.common.sizes.value_dim, heads, heads]
+        projection = self.products(x, weights.inputs, widths)
+        mixed, gate, b, a, *_ = projection.split([*widths, projection.shape[1] - sum(widths)], dim=1)
+        out = self.recur(weights, index, mixed, a, b)
+        return self.ops.gated_rms_norm(out, gate, weights.norm, self.common.eps, overflows=self.overflows)
+
+    def products(self, x: Tensor, weights: Sequence[Weight], widths: list[int]) -> Tensor:
+        """Products side by side, float32 [T, at least their widths], in rows that start at multiples of 16 bytes."""
+        projection = torch.empty(x.shape[0], -(-sum(widths) // 4) * 4, device=x.device)
+        parts = projection.split([*widths, projection.shape[1] - sum(widths)], dim=1)
+        self.multiply(x, weights, list(parts[: len(widths)]))
+        return projection
+
+    positions: Tensor  # int32 [3, T]
+    slots: Tensor  # int32 [T]
+
+    def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
+        """Add x times a weight, summed over the ranks, to the residual; or give what `norm` is to add."""
+        raise NotImplementedError
+
+    def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
+        """silu(gate) * up in fp16."""
+        raise NotImplementedError
+
+    def attend(self, query: Tensor, cache: KVCache, gate: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def recur(self, weights: CudaDelta, index: int, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class RowLayers(Layers):
+    """Rows of a round: a few tokens of a few lanes, whose numbers only the device knows."""
+
+    def __init__(self, common: Common, rows: Pass, *, max_tokens: int, max_positions: int) -> None:
+        """max_tokens: rows a sequence at most; max_positions: more than every position."""
+        tokens = rows.tokens.shape[0]
+        super().__init__(common, tokens, common.state.overflows[:tokens])
+        self.positions, self.slots, self._rows = rows.positions, rows.slots, rows
+        self._max_tokens, self._max_positions = max_tokens, max_positions
+
+    def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
+        self.ops.linears(x, weights, outs)
+
+    def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
+        link = self.common.link
+        if link.size == 1:
+            self.ops.linear(x, weight, residual, residual=residual)
+            return None
+        return self.ops.linear(x, weight, dtype=torch.float16, overflows=self.state.counter)
+
+    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+        """As everywhere; what `project` left is this rank's part, and is summed here."""
+        if delta is None:
+            return super().norm(x, weight, None, wide)
+        link = self.common.link
+        if wide is None and isinstance(link, NormingCollective):
+            out = torch.empty_like(delta)
+            link.reduce_norm(delta, x, weight, self.common.eps, out, self.overflows)
+            return out
+        total = torch.empty_like(x)
+        link.reduce(delta, total)
+        return super().norm(x, weight, total, wide)
+
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        if delta is None:
+            return x
+        total = torch.empty_like(x)
+        self.common.link.reduce(delta, total)
+        return x + total
+
+    def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
+        if layer.gate.encoding == layer.up.encoding:
+            return self.ops.swiglu(x, layer.gate, layer.up, overflows=self.state.counter)
+        gate, up = self.ops.linears(x, [layer.gate, layer.up])
+        return (reference.silu(gate) * up).clamp(-LARGEST, LARGEST).half()
+
+    def attend(self, query: Tensor, cache: KVCache, gate: Tensor) -> Tensor:
+        return self.ops.decode_attention(
+            *(query, cache, self._rows.sequences),
+            max_tokens=self._max_tokens,
+            max_positions=self._max_positions,
+            gate=gate,
+            out=self.state.attended[: self.tokens],
+        )
+
+    def recur(self, weights: CudaDelta, index: int, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        out, state = self.state.delta_out[: self.tokens], self.state
+        batch = self._rows.round
+        return self.ops.delta_decode(mixed, a, b, weights.delta, state.delta[index], state.progress, batch, out)
+
+
+class ChunkLayers(Layers):
+    """A prompt's chunk: tokens start .. start + T - 1 of one lane, whose numbers the host knows.
+
+    Sums over the ranks run on a stream of their own, so that another chunk's products can stand beside them.
+    """
+
+    def __init__(self, common: Common, lane: int, start: int, positions: Tensor, slots: Tensor) -> None:
+        tokens = slots.shape[0]
+        super().__init__(common, tokens, torch.zeros(tokens, dtype=torch.int32, device=slots.device))
+        self.positions, self.slots, self._lane, self._start = positions, slots, lane, start
+        self._summed: tuple[torch.cuda.Event, Tensor] | None = None  # when, and what must stay until then
+
+    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+        self._await_sum()
+        return super().norm(x, weight, delta, wide)
+
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        self._await_sum()
+        return super().stream(x, delta)
+
+    def _await_sum(self) -> None:
+        if self._summed is not None:
+            self._summed[0].wait()
+            self._summed = None
+
+    def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
+        if self.tokens <= MAX_TOKENS:
+            self.ops.linears(x, weights, outs)
+            return
+        for weight, out in zip(weights, outs, strict=True):
+            self.ops.widen(self.ops.linear_block(x, weight), out, overflows=self.overflows)
+
+    def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
+        part, total = self.ops.linear_block(x, weight), torch.empty_like(residual)
+        link, side = self.common.link, self.common.side
+        if link.size == 1:
+            return self.ops.widen(part, total, overflows=self.overflows)
+        part.clamp_(-LARGEST, LARGEST)
+        if side is None:
+            link.reduce_large(part, total)
+            return total
+        side.wait_stream(torch.cuda.current_stream(part.device))
+        with torch.cuda.stream(side):
+            link.reduce_large(part, total)
+            event = torch.cuda.Event()
+            event.record()
+        self._summed = (event, part)
+        return total
+
+    def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
+        gate, up = self.ops.linear_block(x, layer.gate), self.ops.linear_block(x, layer.up)
+        return self.ops.silu_product(gate, up, gate, overflows=self.overflows)
+
+    def attend(self, query: Tensor, cache: KVCache, gate: Tensor) -> Tensor:
+        table = self.state.lanes.tables[self._lane]
+        return self.ops.prefill_attention(query, cache, table, self._start, gate=gate)
+
+    def recur(self, weights: CudaDelta, index: int, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        state = self.state
+        return self.ops.delta_prefill(mixed, a, b, weights.delta, state.delta[index], state.progress, self._lane)

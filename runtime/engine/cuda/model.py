@@ -1,0 +1,148 @@
+"""The model on the device, top to bottom: embedding, layers, heads, and the MTP layer."""
+
+import torch
+from torch import Tensor
+
+from ....checkpoint.errors import InputError
+from ....kernels import reference
+from ....kernels.linear import MAX_TOKENS
+from ....kernels.ops import Ops
+from ....kernels.weights import Weight
+from ...parallel.device import DeviceCollective
+from .layers import ChunkLayers, Common, Layers, in_turn
+from .state import CudaState
+from .weights import CudaWeights
+
+HALF = 512  # tokens of half a chunk
+STEP = 64  # halves begin at multiples of this
+
+
+class CudaModel:
+    """One rank's share, at work on a `CudaState`. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        weights: CudaWeights,
+        state: CudaState,
+        link: DeviceCollective,
+        ops: Ops,
+        *,
+        positions: int,
+        draft_head: bool = True,
+    ) -> None:
+        """positions: rotary positions to know; draft_head: draw drafts with the reduced head where there is one.
+
+        Raises InputError if the ranks of weights and link differ.
+        """
+        if (link.size, link.rank) != (weights.tp_size, weights.tp_rank):
+            raise InputError(
+                f"the weights are those of rank {weights.tp_rank} of {weights.tp_size}, this process is rank "
+                f"{link.rank} of {link.size}. Start each rank with its own directory."
+            )
+        text, device = weights.config.text, weights.device
+        frequencies = reference.inverse_frequencies(text.head_dim, text.partial_rotary_factor, text.rope_theta)
+        cosines, sines = reference.rope_table(positions, frequencies)
+        axes = reference.mrope_axes(len(frequencies), list(text.mrope_section)).int().to(device)
+        tables = (cosines.to(device), sines.to(device))
+        self.weights, self.state, self.ops, self.link = weights, state, ops, link
+        self.common = Common(ops, state, weights.sizes, text.rms_norm_eps, tables, axes, link)
+        self.vocabulary = text.vocab_size
+        self._draft_head = weights.draft_head if draft_head else None
+        self._draft_ids = self._gathered_ids()
+
+    @property
+    def draft_rows(self) -> int:
+        """Tokens that drafts are drawn from with a reduced head; 0: the whole vocabulary."""
+        return 0 if self._draft_ids is None else len(self._draft_ids)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens int32 [T] -> float32 [T, H]."""
+        return self.ops.embed(tokens, self.weights.embed)
+
+    def forward(self, x: Tensor, layers: Layers, wide: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x float32 [T, H], which is overwritten, through all layers and the last norm: fp16 and float32 [T, H].
+
+        The latter in `wide`, if given.
+        """
+        delta = layers.run(x, self.weights.layers, self.state.kv)
+        return self._last(x, delta, self.weights.norm, layers, wide)
+
+    def read(self, x: Tensor, lane: int, start: int, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` of a prompt's chunk: x float32 [T, H], positions int32 [3, T], slots int32 [T].
+
+        Between ranks a long chunk goes in two halves, so that one's sums are on their way while the other computes.
+        """
+        tokens = x.shape[0]
+        halves = [tokens]
+        if self.link.size > 1 and tokens >= 2 * HALF:
+            halves = [tokens // 2 // STEP * STEP]
+            halves.append(tokens - halves[0])
+        passes, begin = [], 0
+        for count in halves:
+            rows = slice(begin, begin + count)
+            passes.append(self.chunk(lane, start + begin, positions[:, rows].contiguous(), slots[rows].contiguous()))
+            begin += count
+        parts = x.split(halves)
+        walks = [own.walk(part, self.weights.layers, self.state.kv) for own, part in zip(passes, parts, strict=True)]
+        wide = torch.empty_like(x)
+        staged = []
+        for own, part, delta, into in zip(passes, parts, in_turn(walks), wide.split(halves), strict=True):
+            staged.append(self._last(part, delta, self.weights.norm, own, into)[0])
+            self.state.counter.add_(own.overflows.sum())
+        return torch.cat(staged), wide
+
+    def draft(self, x: Tensor, hidden: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
+        """The MTP layer: x [T, H] the embeddings of the tokens behind those of `hidden` float32 [T, H]. As `forward`."""
+        mtp, pool = self.weights.mtp, self.state.mtp_kv
+        assert mtp is not None and pool is not None, "the model has no MTP layer"
+        tokens, width = x.shape
+        joined = torch.empty(tokens, 2 * width, dtype=torch.float16, device=x.device)
+        for part, source, norm in (
+            (joined[:, :width], x, mtp.embedding_norm),
+            (joined[:, width:], hidden, mtp.hidden_norm),
+        ):
+            self.ops.rms_norm(source, norm, self.common.eps, out=part, overflows=layers.overflows)
+        x = torch.empty_like(x)
+        layers.multiply(joined, [mtp.fc], [x])
+        return self._last(x, layers.run(x, [mtp.layer], [pool]), mtp.norm, layers)
+
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """hidden fp16 [T, H], T up to 24 -> out float32 [T, V], over the whole vocabulary, padding rows included."""
+        return self._head(hidden, self.weights.head, self.weights.head_cut, out)
+
+    def draft_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """As `logits`, for drafting: with a reduced head, only its tokens' places are written."""
+        head, ids = self._draft_head, self._draft_ids
+        if head is None or ids is None:
+            return self.logits(hidden, out)
+        values = torch.empty(hidden.shape[0], len(ids), device=hidden.device)
+        return self.ops.scatter_logits(self._head(hidden, head.weight, head.cut, values), ids, out)
+
+    def chunk(self, lane: int, start: int, positions: Tensor, slots: Tensor) -> ChunkLayers:
+        """A pass of a prompt's chunk: positions int32 [3, T], slots int32 [T]."""
+        return ChunkLayers(self.common, lane, start, positions, slots)
+
+    def _last(
+        self, x: Tensor, delta: Tensor | None, norm: Tensor, layers: Layers, wide: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.empty_like(x) if wide is None else wide
+        return layers.norm(x, norm, delta, wide), wide
+
+    def _head(self, hidden: Tensor, weight: Weight, cut: bool, out: Tensor) -> Tensor:
+        assert hidden.shape[0] <= MAX_TOKENS
+        if not cut:
+            return self.ops.linear(hidden, weight, out)
+        self.link.gather(self.ops.linear(hidden, weight), out)
+        return out
+
+    def _gathered_ids(self) -> Tensor | None:
+        """The draft head's tokens of all ranks; ids below 2^24 are exact in what the link carries."""
+        head = self._draft_head
+        if head is None:
+            return None
+        if not head.cut:
+            return head.ids
+        share = head.ids.float()[None]
+        ids = torch.empty(1, self.link.size * share.shape[1], device=share.device)
+        self.link.gather(share, ids)
+        return ids[0].int()

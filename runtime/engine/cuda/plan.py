@@ -1,0 +1,211 @@
+"""What a rank needs of its card's memory, part by part, before anything is loaded; and the longest context that fits.
+
+Sizes of caches and states are taken from the same constructors that allocate them, on torch's `meta` device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ....checkpoint.errors import EnvironmentFault
+from ....kernels.delta import DeltaState, DeltaWeights
+from ....kernels.kvcache import DIM, KVCache
+from ....kernels.prefill import SCRATCH_BYTES
+from ....kernels.sampling_state import Distributions, LaneSampling
+from ....model.config import FULL, ModelConfig
+from ..pages import PAGE, pages_for
+from ..vision import ROWS_AT_ONCE
+from .weights import tensors_of
+
+MARGIN = 256 << 20  # left free: what the driver and the allocator round up, and other programs' small change
+GRAPHS = 192 << 20  # of captured rounds and kernels' code
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one rank is to do.
+
+    weights, vision  bytes of the model's weights on the card, of the vision tower's among them
+    picture_patches  of the largest picture; 0: no pictures are read
+    shared_heads     the card's fused attention lets query heads share keys (not a V100's): prefill repeats them otherwise
+    """
+
+    config: ModelConfig
+    tp: int
+    weights: int
+    kv: str
+    lanes: int
+    drafts: int
+    chunk: int
+    vision: int = 0
+    prefix_cache: int = 0
+    picture_patches: int = 0
+    shared_heads: bool = True
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`parts`: name -> bytes, in the order they are told; `free`: bytes the card had free, None: not asked."""
+
+    demand: Demand
+    max_context: int
+    pages: int
+    parts: dict[str, int]
+    free: int | None = None
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes of keys and values a token, MTP layer included."""
+        return self.parts["kv"] // (self.pages * PAGE)
+
+    def lines(self) -> Iterator[str]:
+        """A line a part, and the sum."""
+        for name, nbytes in self.parts.items():
+            detail = ""
+            if name == "kv":
+                detail = f"  {self.demand.kv}, {self.kv_token:,} bytes a token, {self.pages:,} pages of {PAGE} tokens"
+            elif name == "states":
+                detail = f"  {nbytes // self.demand.lanes / 1e6:.1f} MB a lane"
+            if nbytes:
+                yield f"  {name:<13} {nbytes / 1e9:8.3f} GB{detail}"
+        of = "" if self.free is None else f" of {self.free / 1e9:.2f} GB free"
+        yield f"  {'together':<13} {self.total / 1e9:8.3f} GB{of}; context {self.max_context:,}"
+
+
+def plan_memory(demand: Demand, max_context: int, pages: int) -> MemoryPlan:
+    """The parts for a context and a pool of pages."""
+    parts = {
+        "weights": demand.weights - demand.vision,
+        "vision tower": demand.vision,
+        "kv": pages * page_bytes(demand),
+        "states": demand.lanes * state_bytes(demand),
+        "prefix cache": demand.prefix_cache,
+        "sampling": _sampling_bytes(demand),
+        "workspace": max(_chunk_bytes(demand, max_context), _picture_bytes(demand)),
+        "graphs": GRAPHS,
+    }
+    return MemoryPlan(demand, max_context, pages, parts)
+
+
+def fit(demand: Demand, free: int, max_context: int | None, limit: int, pages: int | None = None) -> MemoryPlan:
+    """The plan for a card with `free` bytes.
+
+    max_context None: the longest that fits, up to `limit`. The pool gets a page for every token of every lane where that
+    fits, else what there is room for, at least one lane at full context. Raises EnvironmentFault with the longest context
+    that would fit, if the wanted one does not.
+    """
+    room = free - MARGIN
+    wanted = longest_context(demand, room, limit) if max_context is None else max_context
+    if wanted < PAGE and max_context is None:
+        parts = plan_memory(demand, PAGE, pages_for(PAGE))
+        raise EnvironmentFault(_refusal(replace(parts, free=free), 0))
+    if pages is None:
+        most = demand.lanes * pages_for(wanted)
+        pages = max(pages_for(wanted), min(most, _pages_within(demand, room, wanted)))
+    plan = replace(plan_memory(demand, wanted, pages), free=free)
+    if plan.total > room:
+        raise EnvironmentFault(_refusal(plan, longest_context(demand, room, limit)))
+    return plan
+
+
+def longest_context(demand: Demand, room: int, limit: int) -> int:
+    """The longest context, a multiple of a page up to `limit`, of which one lane fits in `room` bytes; 0: none."""
+    low, high = 0, pages_for(limit)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan_memory(demand, middle * PAGE, middle).total <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return min(low * PAGE, limit)
+
+
+def page_bytes(demand: Demand) -> int:
+    """Keys and values of one page in all attention layers and the MTP layer."""
+    text = demand.config.text
+    heads = max(1, text.num_key_value_heads // demand.tp)
+    layers = text.layer_types.count(FULL) + demand.config.mtp_layers
+    return layers * _bytes_of(KVCache.empty(1, heads, int8=demand.kv == "int8", device=META))
+
+
+def state_bytes(demand: Demand) -> int:
+    """Recurrent states and the rows of the last round of one lane."""
+    text = demand.config.text
+    layers = len(text.layer_types) - text.layer_types.count(FULL)
+    if not layers:
+        return 0
+    heads = text.linear_num_value_heads // demand.tp
+    channels = (2 * text.key_dim + text.value_dim) // demand.tp
+    small = (torch.empty(heads, device=META) for _ in range(2))
+    weights = DeltaWeights(torch.empty(channels, text.linear_conv_kernel_dim, device=META), *small)
+    return layers * _bytes_of(DeltaState.empty(1, weights))
+
+
+def snapshot_bytes(demand: Demand) -> int:
+    """One saved state of a lane (see the prefix cache): states and the convolution's history."""
+    text = demand.config.text
+    layers = len(text.layer_types) - text.layer_types.count(FULL)
+    heads = text.linear_num_value_heads // demand.tp
+    delta = heads * text.linear_key_head_dim * text.linear_value_head_dim
+    history = (2 * text.key_dim + text.value_dim) // demand.tp * (text.linear_conv_kernel_dim - 1)
+    return layers * 4 * (delta + history)
+
+
+def _pages_within(demand: Demand, room: int, max_context: int) -> int:
+    rest = plan_memory(demand, max_context, 0)
+    return max(0, (room - rest.total) // page_bytes(demand))
+
+
+def _sampling_bytes(demand: Demand) -> int:
+    """Histories of the lanes, distributions of drafts and of verified rows, logits of a share and of the whole."""
+    vocabulary, rows = demand.config.text.vocab_size, demand.lanes * (1 + demand.drafts)
+    kept = Distributions.empty(rows + demand.lanes * demand.drafts, vocabulary, META)
+    logits = 2 * 4 * rows * vocabulary
+    return _bytes_of(LaneSampling.empty(demand.lanes, vocabulary, META)) + _bytes_of(kept) + logits
+
+
+def _chunk_bytes(demand: Demand, max_context: int) -> int:
+    """A prompt's chunk on its way through a layer, plain weights of a large product, keys and values in a row."""
+    text, tp = demand.config.text, demand.tp
+    kv_heads = max(1, text.num_key_value_heads // tp)
+    projection = max(
+        2 * (text.num_attention_heads // tp + kv_heads) * text.head_dim,
+        (2 * text.key_dim + 2 * text.value_dim + 2 * text.linear_num_value_heads) // tp,
+    )
+    token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
+    repeats = 1 if demand.shared_heads else 1 + text.num_attention_heads // tp // kv_heads
+    # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
+    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context * repeats
+    tables = 2 * 4 * text.rotary_dim // 2 * max_context
+    return demand.chunk * token + SCRATCH_BYTES + keys_and_values + tables
+
+
+def _picture_bytes(demand: Demand) -> int:
+    """The largest picture on its way through the tower, float32: residual, norm, q k v (twice for the turned), inner."""
+    vision = demand.config.vision
+    if vision is None or not demand.picture_patches:
+        return 0
+    rows = demand.picture_patches
+    inner = 2 * min(rows, ROWS_AT_ONCE) * vision.intermediate_size
+    return 4 * (rows * 9 * vision.hidden_size + inner)
+
+
+def _bytes_of(part: object) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(part))
+
+
+def _refusal(plan: MemoryPlan, longest: int) -> str:
+    demand, told = plan.demand, "\n".join(plan.lines())
+    if longest >= PAGE:
+        remedy = f"The longest context that fits is {longest:,}: --max-context {longest}"
+        remedy += ", or fewer --lanes" if demand.lanes > 1 else ""
+        remedy += ", or --kv int8" if demand.kv == "fp16" else ""
+    else:
+        remedy = "Not even a short context fits: split over more cards, or convert with a smaller recipe"
+    return f"the card's memory does not hold this:\n{told}\n{remedy}."

@@ -1,0 +1,91 @@
+"""Before ranks are started on cards: do cards, their code, the model's kernels and the memory fit? Decided once for all.
+
+Runs in a process of its own (`python -m duovolt.runtime.rank.settle`, JSON in and out), so that the proxy neither
+imports torch nor holds a context on a card, and a driver that hangs cannot hang it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...checkpoint.errors import EnvironmentFault
+
+SECONDS = 180.0  # the first start compiles a kernel and wakes the driver
+_SIGNS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
+
+
+class Wishes(msgspec.Struct, frozen=True):
+    """What the server is to do. `devices`: numbers of cards, None: the first ones; `on_cpu`: kernels' torch references.
+
+    `max_context` None: the longest that fits. `prefix_cache` in bytes on each card.
+    """
+
+    directories: list[str]
+    devices: list[int] | None
+    on_cpu: bool
+    kv: str
+    lanes: int
+    drafts: int
+    prefill_chunk: int
+    max_context: int | None
+    prefix_cache: int = 0
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """What was found and decided; the same for every rank. `uuids` and `numbers` of cards in rank order; `plan`: lines."""
+
+    uuids: list[str]
+    numbers: list[int]
+    card: str
+    max_context: int
+    pages: int
+    planned: int
+    plan: list[str]
+    near: list[list[int]] = []
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A message and its exit code; `unfit`: the machine or the model, not the wish, so that `auto` may go elsewhere."""
+
+    message: str
+    exit_code: int
+    unfit: bool
+
+
+def card_seen() -> bool:
+    """True if this machine shows signs of an NVIDIA card; costs nothing."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(sign.exists() for sign in _SIGNS)
+
+
+def preflight(wishes: Wishes, command: Sequence[str] | None = None) -> Settled | Refused:
+    """Decide in a child process. Raises EnvironmentFault if it gives no answer in time."""
+    command = command or [sys.executable, "-m", "duovolt.runtime.rank.settle"]
+    environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    try:
+        run = subprocess.run(
+            command,
+            input=msgspec.json.encode(wishes),
+            capture_output=True,
+            timeout=SECONDS,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFault(
+            f"the cards gave no answer within {SECONDS:.0f} s: the driver hangs. See `duovolt doctor` and the kernel's log."
+        ) from None
+    try:
+        answer = json.loads(run.stdout.splitlines()[-1])
+        if answer["settled"]:
+            return msgspec.convert(answer["value"], Settled)
+        return msgspec.convert(answer["value"], Refused)
+    except (IndexError, KeyError, TypeError, ValueError, msgspec.ValidationError):
+        last = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise EnvironmentFault(f"looking at the cards failed with exit code {run.returncode}: {last[0]}") from None

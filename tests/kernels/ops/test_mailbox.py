@@ -1,0 +1,366 @@
+"""The exchange of two ranks, each in a thread of its own: both emulated, or both on one GPU in streams of their own."""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from duovolt.checkpoint.errors import EnvironmentFault, InputError
+from duovolt.kernels import build as builder
+from duovolt.kernels import checks, mailbox, norm
+from duovolt.perf.volta_report import find_disassembler
+
+from .conftest import ON_GPU, Emulated
+from .support import Guarded
+
+SLOT = 6000
+EPS = 1e-6
+_rank = threading.local()
+
+
+@dataclass
+class WatchedLink(mailbox.Link):
+    """A link that also tells the emulator which memory it may touch."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def struct(self) -> mailbox.LinkStruct:
+        made = super().struct
+        made.tensors = self.tensors  # type: ignore[attr-defined]
+        return made
+
+
+@dataclass
+class Pair:
+    """Both ends. `run` does the same on both ranks at once and returns both results."""
+
+    links: list[WatchedLink]
+
+    def run(self, action: Callable[[WatchedLink], Any]) -> list[Any]:
+        results: list[Any] = [None, None]
+
+        def work(link: WatchedLink) -> None:
+            _rank.number = link.rank
+            device = link.state.device
+            try:
+                if device.type == "cuda":
+                    with torch.cuda.stream(torch.cuda.Stream(device)):
+                        results[link.rank] = action(link)
+                else:
+                    results[link.rank] = action(link)
+            except BaseException as error:
+                results[link.rank] = error
+
+        context = contextvars.copy_context  # holds the architecture asked for
+        threads = [threading.Thread(target=context().run, args=(work, link)) for link in self.links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
+
+
+@pytest.fixture
+def pair(device, emulated, monkeypatch, tmp_path) -> Callable[..., Pair]:
+    if device.type == "cpu":  # an emulator keeps the state of its threads in variables of the library: one a rank
+        first = emulated(mailbox.SOURCE, "volta")
+        second = Emulated(ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")))
+        monkeypatch.setattr(checks, "module_on", lambda source, device: (first, second)[_rank.number])
+    else:
+        mailbox.prepare(device)
+
+    def make(
+        budget: float = 20.0, far: bool = False, first_step: int = 1, doors: dict[int, dict] | None = None
+    ) -> Pair:
+        inboxes = [torch.zeros(2 * SLOT, dtype=torch.int64, device=device) for _ in range(2)]
+        links = []
+        for rank in (0, 1):
+            state = mailbox.new_state(device, first_step=first_step, **(doors or {}).get(rank, {}))
+            expired = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+            tensors = [*inboxes, state, expired]
+            ends = (inboxes[rank].data_ptr(), inboxes[1 - rank].data_ptr())
+            links.append(WatchedLink(*ends, state, expired, budget, SLOT, rank, far, tensors))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return Pair(links)
+
+    return make
+
+
+def halves(shape: tuple[int, int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    bits = [torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16) for _ in range(2)]
+    values = [part.view(torch.float16) for part in bits]
+    return [torch.where(part.isfinite(), part, torch.ones_like(part)) for part in values]
+
+
+def reduced(link: WatchedLink, part: torch.Tensor) -> torch.Tensor:
+    out = Guarded(tuple(part.shape), torch.float32, link.state.device)
+    mailbox.reduce(link, part.to(link.state.device), out.inner)
+    assert out.intact
+    return out.inner.cpu()
+
+
+def steps(link: WatchedLink) -> set[int]:
+    return {step & 0xFFFFFFFF for step in link.state[mailbox.HEADER :].tolist()}
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2), (1, 510), (1, 512), (1, 514), (1, 1024), (1, 1026), (3, 1022), (2, 6000)])
+def test_sums_have_rank_0_first_and_the_same_bits_on_both_ranks(pair, shape, far):
+    two = pair(far=far)
+    for turn in range(3):
+        parts = halves(shape, turn)
+        first, second = two.run(lambda link, parts=parts: reduced(link, parts[link.rank]))
+        expected = parts[0].float() + parts[1].float()
+        assert torch.equal(first.view(torch.int32), expected.view(torch.int32))
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+    assert [steps(link) for link in two.links] == [{4}, {4}]
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 3), (2, 300), (1, 2999)])
+def test_columns_are_gathered_in_rank_order(pair, shape, far):
+    two, (rows, columns) = pair(far=far), shape
+    wide = [torch.randn(rows, columns + 5) for _ in range(2)]
+
+    def gather(link):
+        out = Guarded((rows, 2 * columns), torch.float32, link.state.device, 2 * columns + 7)
+        mailbox.gather(link, wide[link.rank].to(link.state.device)[:, :columns], out.inner)
+        assert out.intact
+        return out.inner.cpu()
+
+    first, second = two.run(gather)
+    assert torch.equal(first, torch.cat([part[:, :columns] for part in wide], dim=1))
+    assert torch.equal(first, second)
+
+
+def test_the_step_wraps_and_stale_words_of_the_last_turn_are_not_taken(pair):
+    two = pair(first_step=mailbox.LAST_STEP - 1)
+    for turn in range(4):
+        parts = halves((1, 40 + 400 * turn), turn)
+        first, second = two.run(lambda link, parts=parts: reduced(link, parts[link.rank]))
+        assert torch.equal(first, parts[0].float() + parts[1].float()) and torch.equal(first, second)
+    assert steps(two.links[0]) == {4}  # 2^32 - 2, 2^32 - 1, 2, 3
+
+
+def test_every_word_of_an_inbox_is_refreshed_in_time(pair):
+    two = pair()
+    for link in two.links:
+        link.slot = 20  # words of the second half follow those of the first
+    for turn in range(45):
+        parts = halves((1, 8), turn)
+        two.run(lambda link, parts=parts: reduced(link, parts[link.rank]))
+    inbox = two.links[0].tensors[0][:40].cpu()
+    assert int((inbox >> 32).min()) >= 45 - 2 * 20
+
+
+def test_a_late_peer_within_the_budget_changes_nothing(pair):
+    """R04, with the next: the budget is wall time."""
+    two = pair(budget=1.0)
+    parts = halves((1, 300), 5)
+
+    def late(link):
+        time.sleep(0.15 * link.rank)
+        return reduced(link, parts[link.rank])
+
+    first, second = two.run(late)
+    assert torch.equal(first, second) and not any(link.expired.item() for link in two.links)
+
+
+@pytest.mark.parametrize("door", [{"door": "drop"}, {"door": "stale"}, {"door": "delay", "delay_ms": 900}])
+def test_a_wait_that_expires_poisons_the_rest(pair, door):
+    """R04: 200 ms are 200 to 300 ms."""
+    two = pair(budget=0.2, doors={1: {**door, "door_step": 2}})
+    parts = halves((1, 1500), 6)
+
+    def three(link):
+        results, seconds = [], []
+        for _ in range(3):
+            begin = time.monotonic()
+            results.append(reduced(link, parts[link.rank]))
+            seconds.append(time.monotonic() - begin)
+        return results, seconds
+
+    (first, seconds), _ = two.run(three)
+    assert torch.equal(first[0], parts[0].float() + parts[1].float())
+    assert first[1].isnan().any() and first[2].isnan().all()
+    assert two.links[0].expired.item() == 2
+    bound = 0.3 if two.links[0].state.is_cuda else 0.8  # emulated, on a busy machine
+    assert 0.2 <= seconds[1] < bound and seconds[2] < 0.2  # what follows does not wait again
+    assert two.links[1].expired.item() > 0  # rank 0 is silent from there on
+
+
+def test_a_delay_within_the_budget_only_delays(pair):
+    two = pair(budget=5.0, doors={0: {"door": "delay", "door_step": 1, "delay_ms": 200}})
+    parts = halves((1, 20), 7)
+    begin = time.monotonic()
+    first, second = two.run(lambda link: reduced(link, parts[link.rank]))
+    assert torch.equal(first, second) and not first.isnan().any()
+    assert time.monotonic() - begin >= 0.2
+
+
+def test_unequal_sizes_poison_and_do_not_hang(pair):
+    two = pair(budget=0.2)
+    two.run(lambda link: reduced(link, torch.zeros(1, 200 + 200 * link.rank, dtype=torch.float16)))
+    assert two.links[1].expired.item() == 1
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("columns", [8, 1032, 5120])
+def test_a_sum_with_residual_and_norm_has_the_bits_of_the_plain_form(pair, columns, far):
+    two, rows = pair(far=far), 2
+    parts, weight = [part.clamp(-1e4, 1e4) for part in halves((rows, columns), columns)], torch.randn(columns)
+    residual = torch.randn(rows, columns) * 100
+
+    def fused(link):
+        device = link.state.device
+        x = Guarded((rows, columns), torch.float32, device, columns + 8)
+        out = Guarded((rows, columns), torch.float16, device, columns + 16)
+        overflows = torch.zeros(rows, dtype=torch.int32, device=device)
+        x.inner.copy_(residual)
+        part = parts[link.rank].to(device)
+        mailbox.reduce_norm(link, part, x.inner, weight.to(device), EPS, out.inner, overflows)
+        assert x.intact and out.intact
+        return x.inner.cpu(), out.inner.cpu(), overflows.cpu()
+
+    def plain(link):
+        device = link.state.device
+        delta, x = torch.empty(rows, columns, device=device), residual.clone().to(device)
+        mailbox.reduce(link, parts[link.rank].to(device), delta)
+        overflows = torch.zeros(rows, dtype=torch.int32, device=device)
+        if device.type == "cpu":  # the norm's own emulation is another library
+            x += delta
+            return x.cpu(), norm.rms_norm_reference(x.clone(), weight, EPS, overflows=overflows), overflows
+        out = norm.rms_norm(x, weight.to(device), EPS, delta=delta, overflows=overflows)
+        return x.cpu(), out.cpu(), overflows.cpu()
+
+    first, second = two.run(fused)
+    expected, _ = two.run(plain)
+    for got, other in zip(first, second, strict=True):
+        assert torch.equal(got, other)
+    assert torch.equal(first[0], expected[0]) and torch.equal(first[2], expected[2])
+    if two.links[0].state.device.type == "cpu":
+        torch.testing.assert_close(first[1], expected[1], rtol=2e-3, atol=1e-6)
+    else:
+        assert torch.equal(first[1], expected[1])
+    assert steps(two.links[0]) == {3}
+
+
+def test_a_lost_peer_makes_the_norm_nan(pair):
+    two = pair(budget=0.2, doors={1: {"door": "drop", "door_step": 1}})
+
+    def fused(link):
+        device = link.state.device
+        x, out = torch.ones(1, 64, device=device), torch.zeros(1, 64, dtype=torch.float16, device=device)
+        part = torch.ones(1, 64, dtype=torch.float16, device=device)
+        mailbox.reduce_norm(link, part, x, torch.ones(64, device=device), EPS, out)
+        return out.cpu()
+
+    first, _ = two.run(fused)
+    assert first.isnan().all() and two.links[0].expired.item() == 1
+
+
+def test_a_stream_lingers_as_long_as_it_is_told(device):
+    begin = time.monotonic()
+    mailbox.linger(0.02, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    assert time.monotonic() - begin >= 0.02
+
+
+def test_add_of_two_parts(device):
+    first, second = (part.to(device) for part in halves((3, 1000), 8))
+    out = Guarded((3, 1000), torch.float32, device)
+    mailbox.add(first, second, out.inner)
+    assert out.intact and torch.equal(out.inner, first.float() + second.float())
+
+
+@pytest.mark.parametrize("device", ON_GPU, indirect=True)
+def test_replays_of_a_graph_advance_the_step(pair):
+    """Both ranks in one graph, in branches that run at once."""
+    two, shape = pair(budget=5.0), (4, 2560)
+    device = two.links[0].state.device
+    parts = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
+    outs = [torch.zeros(shape, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        start = torch.cuda.current_stream(device)
+        for link, part, out, stream in zip(two.links, parts, outs, streams, strict=True):
+            stream.wait_stream(start)
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    mailbox.reduce(link, part, out)
+        for stream in streams:
+            start.wait_stream(stream)
+    for turn in range(20):
+        for rank, part in enumerate(halves(shape, turn)):
+            parts[rank].copy_(part)
+        graph.replay()
+        expected = parts[0].float() + parts[1].float()
+        assert torch.equal(outs[0], expected) and torch.equal(outs[1], expected)
+    assert steps(two.links[0]) == steps(two.links[1]) == {61}
+
+
+def ptx(arch: str) -> str:
+    try:
+        return builder.build(mailbox.SOURCE, arch).image.decode()
+    except EnvironmentFault as missing:
+        pytest.skip(str(missing))
+
+
+def test_words_are_moved_by_volatile_accesses_of_8_bytes():
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
+    text = ptx("compute_70")
+    assert re.search(r"^\.target sm_70$", text, re.M)
+    for instruction in ("ld.volatile.global.u64", "st.volatile.global.u64", "%globaltimer"):
+        assert instruction in text, instruction
+    assert not re.search(r"\b(atom|red)\.", text)
+    assert not re.search(r"\b(ld|st)\.(?!volatile|param)[\w.]*64\b", text), "a word moved in some other way"
+
+
+def test_a_v100_sees_them_as_strong_accesses_of_the_system(tmp_path):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
+    tool = find_disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm: pip install triton")
+    try:
+        image = builder.build(mailbox.SOURCE, "sm_70").image
+    except EnvironmentFault as missing:
+        pytest.skip(str(missing))
+    cubin = tmp_path / "mailbox.cubin"
+    cubin.write_bytes(image)
+    listing = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    kernels = dict(zip(*[iter(re.split(r"^\.text\.(\w+):", listing, flags=re.M)[1:])] * 2, strict=True))
+    for name in ("mailbox_reduce", "mailbox_gather", "mailbox_reduce_norm"):
+        assert re.search(r"\bLDG?\.E\.64\.STRONG\.SYS", kernels[name]), name
+        assert re.search(r"\bSTG?\.E\.64\.STRONG\.SYS", kernels[name]), name
+
+
+def test_what_does_not_fit_is_refused(pair, device):
+    link = pair().links[0]
+    for values in (2 * SLOT + 2, 3):
+        part, out = torch.zeros(1, values, dtype=torch.float16, device=device), torch.zeros(1, values, device=device)
+        with pytest.raises(InputError, match="a message of"):
+            mailbox.reduce(link, part, out)
+    with pytest.raises(InputError, match=r"out is torch.float32 \[1, 4\]"):
+        mailbox.gather(link, torch.zeros(1, 4, device=device), torch.zeros(1, 4, device=device))
+    with pytest.raises(InputError, match="a multiple of 8 columns"):
+        half, wide = torch.zeros(1, 12, dtype=torch.float16, device=device), torch.zeros(1, 12, device=device)
+        mailbox.reduce_norm(link, half, wide, wide[0], EPS, half)

@@ -1,0 +1,57 @@
+"""A few faults of the campaign in every run, side by side; all of them with `-m slow`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from .campaign import run_trials, table, trials
+from .memory import can_unshare, full_at_restart
+from .mixed import mixed_requests
+from .trials import door_opens, everything_dies, proxy_pauses, rank_dies, starts_oddly
+from .world import World, real_world, scripted_world
+
+QUICK: dict[str, Callable[[World], None]] = {
+    "rank 1 stands still in decode": rank_dies(1, signal.SIGSTOP, "decode"),
+    "the proxy stands still for a while": proxy_pauses("decode"),
+    "everything is killed five times": everything_dies,
+    "rank 0 never gets ready": starts_oddly("0:1:never", "has done nothing for"),
+    "rank 1 counts a wrong position": door_opens(
+        "DUOVOLT_LOCKSTEP_FAULT", "1:2:position", words="TP2 LOCKSTEP FAILURE at record", survives=False, most_tokens=3
+    ),
+}
+
+
+def test_a_few_faults_of_each_kind(tmp_path: Path) -> None:
+    """O01 R08: see docs/reliability.md for all of them."""
+    chosen = QUICK | ({"no shared memory at the restart": full_at_restart} if can_unshare() else {})
+    worlds = []
+    for number in range(len(chosen)):
+        (folder := tmp_path / str(number)).mkdir()
+        worlds.append(scripted_world(folder))
+    with ThreadPoolExecutor(5) as pool:  # each is three processes, most of whose time is waiting
+        running = {name: pool.submit(run, world) for (name, run), world in zip(chosen.items(), worlds, strict=True)}
+        failed = {name: error for name, future in running.items() if (error := future.exception()) is not None}
+    if failed:
+        raise ExceptionGroup("faults that were not survived: " + ", ".join(failed), list(failed.values()))
+
+
+def test_300_mixed_requests_leave_everything_as_it_was(tmp_path: Path) -> None:
+    """A02 A03: clients that stay, leave at any moment, or abort; both ranks' logs agree record for record."""
+    kinds = mixed_requests(scripted_world(tmp_path, delay_ms=2))
+    assert sum(kinds.values()) == 300 and len(kinds) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("backend", ["scripted", "reference"])
+def test_the_whole_campaign(tmp_path: Path, backend: str) -> None:
+    world = scripted_world(tmp_path) if backend == "scripted" else real_world(tmp_path)
+    report: list[dict[str, object]] = []
+    run_trials(world, list(trials(backend)), report)
+    print(table(report))
+    assert [entry for entry in report if entry["error"]] == []

@@ -1,0 +1,95 @@
+"""What a trial serves, on each backend: ranks, options, a prompt whose answer is known, and how to be in each phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..conftest import Server
+from ..stub_model import ids, make_ranks, write_script
+
+WATCHDOG_SECONDS = 5.0
+DRAIN_SECONDS = 30.0
+LETTERS = "the quick brown fox jumps over a lazy dog; "
+SHORT, LONG = 6, 90  # tokens
+
+
+@dataclass
+class World:
+    """A backend with its `size` ranks. `expected`: the text of the longest answer; every shorter one is a part of it."""
+
+    backend: str
+    ranks: Path
+    logs: Path
+    options: list[str]
+    prompt: Any
+    long_prompt: Any = None
+    expected: str = ""
+    size: int = 2
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def server(
+        self,
+        *,
+        lanes: int = 2,
+        watchdog: float = WATCHDOG_SECONDS,
+        before: list[str] | None = None,
+        **environment: str,
+    ) -> Server:
+        """A server that is starting; its ranks log their records."""
+        arguments = [
+            str(self.ranks), *self.options, "--lanes", str(lanes), "--watchdog-seconds", str(watchdog),
+            "--drain-seconds", str(DRAIN_SECONDS),
+        ]  # fmt: skip
+        return Server(arguments, {"DUOVOLT_LOCKSTEP_LOG": str(self.logs)} | environment, before)
+
+    def body(self, tokens: int = LONG, *, long_prompt: bool = False, stream: bool = True) -> dict[str, Any]:
+        """A request for `/v1/completions`."""
+        prompt = self.long_prompt if long_prompt else self.prompt
+        return {"prompt": prompt, "max_tokens": tokens, "stream": stream, "temperature": 0, **self.extra}
+
+
+def scripted_world(folder: Path, *, delay_ms: float = 30, size: int = 2) -> World:
+    """Answers of single tokens, at a steady pace."""
+    text = (LETTERS * 40)[:2000]
+    script = write_script(folder / "script.jsonl", {"blocks": [[token] for token in ids(text)], "delay_ms": delay_ms})
+    options = ["--backend", f"scripted:{script}"]
+    return World("scripted", make_ranks(folder / "ranks", size), _logs(folder), options, "hi", expected=text, size=size)
+
+
+def real_world(folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2) -> World:
+    """The fixture's tiny model, served with `more` options; its plain answer is asked for once."""
+    from ..real_model import make_ranks as make_real_ranks
+
+    options = ["--backend", backend, "--max-context", "4096", "--prefill-chunk", "32", "--drafts", "3", *more]
+    world = World(backend, make_real_ranks(folder, size), _logs(folder), options, [1, 2, 3, 4, 5], size=size)
+    world.long_prompt = [1 + number % 200 for number in range(3500)]
+    world.extra = {"ignore_eos": True}
+    server = world.server(watchdog=60)
+    try:
+        with server.wait_ready().client(120) as client:
+            body = world.body(LONG, stream=False)
+            world.expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    finally:
+        server.kill()
+    return world
+
+
+def _logs(folder: Path) -> Path:
+    logs = folder / "lockstep"
+    logs.mkdir(mode=0o700, exist_ok=True)
+    return logs
+
+
+def log_pairs(logs: Path, pid: int, *, solo: bool = False) -> list[list[list[str]]]:
+    """Of each start of the ranks of server `pid`, in order: the lines of both ranks' logs (of the only one, twice)."""
+    names = {path.name.partition(".")[0] for path in logs.glob(f"duovolt-{pid}-*.jsonl")}
+    pairs = []
+    for name in sorted(names, key=lambda name: min(path.stat().st_mtime for path in logs.glob(f"{name}.*"))):
+        files = [logs / f"{name}.rank-{rank}.jsonl" for rank in range(2)]
+        if solo:
+            files[1] = files[0]
+        pairs.append([file.read_text().splitlines() if file.exists() else [] for file in files])
+    return pairs

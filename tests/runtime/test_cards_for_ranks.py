@@ -1,0 +1,182 @@
+"""Cards, their code and their memory, judged from facts before a rank is started: fake machines, real directories."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from duovolt.checkpoint.errors import EnvironmentFault, InputError
+from duovolt.convert.pipeline import convert
+from duovolt.convert.recipe import load_recipe
+from duovolt.model.config import ModelConfig
+from duovolt.model.memory import kv_bytes_per_token
+from duovolt.perf.shapes import configuration
+from duovolt.runtime.engine.cuda.plan import Demand, fit, longest_context, page_bytes, plan_memory
+from duovolt.runtime.rank.cards import Card, Probe, check_code, choose_cards, cpus_near, parse_cpus
+from duovolt.runtime.rank.preflight import Refused, Settled, Wishes, preflight
+from duovolt.runtime.rank.settle import Unfit, answer, settle
+from duovolt.shard.split import shard
+
+TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
+V100 = Card(0, "Tesla V100-PCIE-32GB", "GPU-0", (7, 0), 80, 877, 34_000_000_000, 33_000_000_000, "0000:3b:00.0")
+VOLTA_TORCH = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+
+
+def card(index: int = 1, **changes: object) -> Card:
+    return msgspec.structs.replace(V100, index=index, uuid=f"GPU-{index}", **changes)
+
+
+def machine(*cards: Card, arches: list[str] = VOLTA_TORCH, **changes: object) -> Probe:
+    return msgspec.structs.replace(Probe(list(cards), "2.7.1", "12.6", arches), **changes)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    convert(TINY, folder / "converted", load_recipe("v100"), 1, lambda count: None)
+    shard(folder / "converted", folder / "two", 2)
+    return folder / "two"
+
+
+def wishes(ranks: Path, **changes: object) -> Wishes:
+    directories = [str(ranks / f"rank-{rank}-of-2") for rank in (0, 1)]
+    return msgspec.structs.replace(Wishes(directories, None, False, "int8", 2, 3, 512, 4096), **changes)
+
+
+@pytest.mark.parametrize(
+    ("arches", "capability", "runs"),
+    [
+        (VOLTA_TORCH, (7, 0), True),
+        (["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"], (7, 0), False),
+        (["sm_75", "sm_80", "compute_80"], (7, 0), False),
+        (["sm_60"], (7, 0), False),
+        (["compute_60"], (7, 0), True),
+        (["sm_70"], (7, 5), True),
+        (["sm_90a"], (9, 0), True),
+        (["sm_75", "sm_120"], (9, 0), False),
+        ([], (7, 0), False),
+    ],
+)
+def test_torch_without_code_for_the_card_is_refused_with_the_list(
+    arches: list[str], capability: tuple[int, int], runs: bool
+) -> None:
+    """L01, L02: told before weights are read, with what each library holds and the remedy."""
+    found = machine(card(0, capability=capability), arches=arches, torch="2.9.0", cuda="12.8")
+    if runs:
+        check_code(found, found.cards[0])
+        return
+    with pytest.raises(EnvironmentFault) as caught:
+        check_code(found, found.cards[0])
+    said = str(caught.value)
+    assert f"sm_{capability[0]}{capability[1]}" in said and "torch 2.9.0 (CUDA 12.8)" in said
+    assert all(arch in said for arch in arches)
+    if capability == (7, 0):
+        assert "torch==2.7.1" in said
+
+
+def test_kernels_that_cannot_be_compiled_are_told() -> None:
+    """L01: NVRTC 13 beside a torch that would do."""
+    fault = "NVRTC 13.0 cannot compile for sm_70: CUDA 13 dropped Volta. Install a 12.x one: pip install ..."
+    with pytest.raises(EnvironmentFault, match=r"kernels cannot be had for it.*sm_70, sm_75.*CUDA 13 dropped Volta"):
+        choose_cards(machine(V100, kernels={0: fault}), 1, None)
+
+
+def test_a_card_older_than_a_v100_is_refused() -> None:
+    """L02."""
+    with pytest.raises(EnvironmentFault, match=r"need compute 7\.0"):
+        choose_cards(machine(card(0, capability=(6, 1), name="Tesla P40")), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"memory_mhz": 1107}, "memory 1107 MHz"),
+        ({"multiprocessors": 72}, "72 multiprocessors"),
+        ({"name": "Tesla V100-SXM2-32GB"}, "SXM2"),
+    ],
+)
+def test_unlike_cards_are_refused(other: dict[str, object], said: str) -> None:
+    with pytest.raises(EnvironmentFault, match=rf"unlike cards|{said}") as caught:
+        choose_cards(machine(V100, card(1, **other)), 2, None)
+    assert said in str(caught.value) and "unlike cards" in str(caught.value)
+    assert [c.index for c in choose_cards(machine(V100, card(1, **other), card(2)), 2, [0, 2])] == [0, 2]
+
+
+def test_too_few_cards_and_wrong_numbers_are_refused() -> None:
+    """L08: two ranks on a machine that shows one card."""
+    with pytest.raises(EnvironmentFault, match=r"2 ranks asked for card 1, this machine shows 1 .*--tp N"):
+        choose_cards(machine(V100), 2, None)
+    with pytest.raises(InputError, match="2 ranks need 2 different cards"):
+        choose_cards(machine(V100, card(1)), 2, [1, 1])
+    with pytest.raises(EnvironmentFault, match=r"no card .*torch finds no usable"):
+        choose_cards(machine(reason="torch finds no usable NVIDIA card"), 1, None)
+
+
+def test_the_cards_memory_node_gives_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, pci = tmp_path / "node", tmp_path / "pci"
+    (nodes / "node1").mkdir(parents=True)
+    (nodes / "node1" / "cpulist").write_text("0-1,900\n")
+    (pci / V100.pci).mkdir(parents=True)
+    (pci / V100.pci / "numa_node").write_text("1\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert cpus_near(V100, nodes, pci) == {0, 1}
+    (pci / V100.pci / "numa_node").write_text("-1\n")
+    assert cpus_near(V100, nodes, pci) == set() == cpus_near(card(9, pci="0000:00:00.0"), nodes, pci)
+    assert parse_cpus("0-3,8\n") == {0, 1, 2, 3, 8}
+
+
+def test_one_decision_for_both_ranks_from_the_smaller_free_memory(ranks: Path) -> None:
+    """L05: `--max-context auto` on cards of which one has less memory free."""
+    full = settle(wishes(ranks, max_context=None), machine(V100, card(1)))
+    assert full.max_context == 32768 and full.pages == 2 * 512 and full.numbers == [0, 1]
+    tight = settle(wishes(ranks, max_context=None), machine(V100, card(1, free=700_000_000)))
+    assert 64 <= tight.max_context < full.max_context and tight.planned <= 700_000_000
+    assert any("context" in line for line in tight.plan) and tight.uuids == ["GPU-0", "GPU-1"]
+
+
+def test_too_little_memory_is_refused_with_the_longest_context_that_fits(ranks: Path) -> None:
+    """L05: before anything is loaded."""
+    with pytest.raises(EnvironmentFault, match=r"(?s)weights .*together .*longest context that fits is ([\d,]+)"):
+        settle(wishes(ranks, max_context=32768), machine(V100, card(1, free=700_000_000)))
+    with pytest.raises(EnvironmentFault, match="Not even a short context fits"):
+        settle(wishes(ranks, max_context=None), machine(V100, card(1, free=400_000_000)))
+
+
+def test_what_another_backend_could_serve_is_told_apart(ranks: Path) -> None:
+    """`auto` goes on to the reference for a machine that cannot, not for a wish that cannot be had."""
+    with pytest.raises(Unfit, match="no card"):
+        settle(wishes(ranks), machine(reason="torch is built without CUDA"))
+    with pytest.raises(InputError, match="lanes"):
+        settle(wishes(ranks, lanes=9), machine(V100, card(1)))
+
+
+def test_the_plan_of_the_27b() -> None:
+    """L05: figures of the model's sheet, 35,904 bytes a token before the split, and what fits 32 GB cards."""
+    config = ModelConfig.from_dict(configuration("qwen3.8-27b"))
+    one, two = (Demand(config, tp, weights, "int8", 1, 3, 2048) for tp, weights in ((1, 22 * 10**9), (2, 12 * 10**9)))
+    for demand in (one, two):
+        assert page_bytes(demand) == 64 * kv_bytes_per_token(config, demand.tp, "int8")
+    assert page_bytes(one) == 64 * 35_904
+    plan = fit(two, 33_000_000_000, None, 262144)
+    assert plan.max_context == 262144 and plan.total < 33_000_000_000
+    lanes = fit(replace(two, lanes=4), 24_000_000_000, 262144, 262144)
+    assert 4096 <= lanes.pages < 4 * 4096  # one shared pool, smaller than four full lanes
+    assert 100_000 < longest_context(one, 33_000_000_000, 262144) < 262144
+    assert plan_memory(two, 64, 1).total < plan.total
+
+
+def test_the_child_answers_in_json(ranks: Path) -> None:
+    """The whole way without a card: facts, or one refusal."""
+    found = preflight(wishes(ranks, on_cpu=True))
+    assert isinstance(found, Settled) and found.max_context == 4096 and found.pages == 2 * 64
+    assert msgspec.convert(msgspec.to_builtins(found), Settled) == found
+    refused = answer(wishes(ranks, kv="int8", directories=[str(ranks / "rank-0-of-2"), "nowhere"], on_cpu=True))
+    assert isinstance(refused, Refused) and "nowhere" in refused.message and refused.exit_code == 2
+
+
+@pytest.mark.parametrize("code", ["print('{}')", "raise SystemExit('driver says no')", "print('[1, 2]')"])
+def test_a_child_that_says_nothing_useful_is_one_message(ranks: Path, code: str) -> None:
+    with pytest.raises(EnvironmentFault, match="looking at the cards failed with exit code"):
+        preflight(wishes(ranks), [sys.executable, "-c", code])
