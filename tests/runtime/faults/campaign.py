@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .leaving import WAYS, client_leaves
@@ -76,10 +76,13 @@ def trials(backend: str, size: int = 2) -> Iterator[Trial]:
         yield Trial("/dev/shm full", "all", "restart", full_at_restart)
     most = 24 if scripted else 12
     yield Trial("300 requests, clients leave", "all", "all", lambda world: _mixed(world, most))
+    if not scripted:
+        more = ("--prefix-cache", "off")  # every page must come back
+        yield Trial("300 requests, clients leave", "all", "no cache", lambda world: _mixed(world, most, more))
 
 
-def _mixed(world: World, most_tokens: int) -> None:
-    print(f"    {mixed_requests(world, most_tokens=most_tokens)}")
+def _mixed(world: World, most_tokens: int, more: Sequence[str] = ()) -> None:
+    print(f"    {mixed_requests(world, most_tokens=most_tokens, more=more)}")
 
 
 def _doors(victim: int, size: int) -> Iterator[Trial]:

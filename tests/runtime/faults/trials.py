@@ -22,7 +22,7 @@ from .invariants import (
     whole,
 )
 from .reader import Reader
-from .world import LONG, WATCHDOG_SECONDS, World
+from .world import LONG, PREFILL, WATCHDOG_SECONDS, World
 
 SERVING = ("idle", "queue", "prefill", "decode", "drain")
 STARTING = ("start", "load")
@@ -80,7 +80,7 @@ def enter(world: World, server: Server, phase: str) -> list[Reader]:
     if phase == "idle":
         return []
     if phase == "prefill":
-        readers = [Reader(server, world.body(4, long_prompt=True))]
+        readers = [Reader(server, world.body(PREFILL, long_prompt=True))]
         _wait_open(server, 1)
         time.sleep(random.uniform(0.2, 1.0))
         assert readers[0].pieces == 0, "the prompt was read too fast for this phase"

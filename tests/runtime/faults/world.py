@@ -13,12 +13,13 @@ from ..stub_model import ids, make_ranks, write_script
 WATCHDOG_SECONDS = 5.0
 DRAIN_SECONDS = 30.0
 LETTERS = "the quick brown fox jumps over a lazy dog; "
-SHORT, LONG = 6, 90  # tokens
+SHORT, LONG, PREFILL = 6, 90, 4  # tokens of an answer; PREFILL: of one to the long prompt
 
 
 @dataclass
 class World:
-    """A backend with its `size` ranks. `expected`: the text of the longest answer; every shorter one is a part of it."""
+    """A backend with its `size` ranks. `expected`: the text of the longest answer, and that of the longest to
+    the long prompt; every shorter one is a part of it."""
 
     backend: str
     ranks: Path
@@ -27,6 +28,7 @@ class World:
     prompt: Any
     long_prompt: Any = None
     expected: str = ""
+    expected_of_long: str = ""
     size: int = 2
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -36,12 +38,13 @@ class World:
         lanes: int = 2,
         watchdog: float = WATCHDOG_SECONDS,
         before: list[str] | None = None,
+        more: Sequence[str] = (),
         **environment: str,
     ) -> Server:
         """A server that is starting; its ranks log their records."""
         arguments = [
             str(self.ranks), *self.options, "--lanes", str(lanes), "--watchdog-seconds", str(watchdog),
-            "--drain-seconds", str(DRAIN_SECONDS),
+            "--drain-seconds", str(DRAIN_SECONDS), *more,
         ]  # fmt: skip
         return Server(arguments, {"DUOVOLT_LOCKSTEP_LOG": str(self.logs)} | environment, before)
 
@@ -70,8 +73,10 @@ def real_world(folder: Path, backend: str = "reference", more: Sequence[str] = (
     server = world.server(watchdog=60)
     try:
         with server.wait_ready().client(120) as client:
-            body = world.body(LONG, stream=False)
-            world.expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            texts = []
+            for body in (world.body(LONG, stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
+                texts.append(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
+            world.expected, world.expected_of_long = texts
     finally:
         server.kill()
     return world
