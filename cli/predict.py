@@ -15,6 +15,7 @@ from ..perf.cards import Card, card_names, load_card
 from ..perf.forecast_file import compare, median_and_worst, read_forecast, read_measured, record
 from ..perf.gguf_ledger import gguf_ledger
 from ..perf.kernel_shares import read_shares
+from ..perf.launch_file import coverage, read_launch_times
 from ..perf.ledger import Shape
 from ..perf.model_source import sheet_at
 from ..perf.predict import CODE, Forecast, Setting, forecast
@@ -48,6 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
     parser.add_argument("--head", choices=("split", "whole"), default="split", help="rows of the head on each rank")
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="shares measured by `bench kernels --json`")
+    parser.add_argument(
+        "--launches", type=Path, nargs="+", metavar="FILE", help="times measured by `bench launches --json`"
+    )
     parser.add_argument("--what-if", action="store_true", help="also with one thing changed at a time")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the forecasts with date and commit")
     parser.add_argument("--json", action="store_true", help="machine-readable: what --write would write")
@@ -158,6 +162,9 @@ def run(args: argparse.Namespace) -> int:
     card = load_card(args.card)
     if args.kernels is not None:
         card = card.with_shares(read_shares(args.kernels))
+    if args.launches is not None:
+        files = [read_launch_times(path) for path in args.launches]
+        card = card.with_launches(files)
     cases = []
     if args.source.endswith(".gguf"):
         shapes = [Shape(context, args.drafts, args.lanes, args.kv) for context in args.context]
@@ -177,6 +184,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
     for index, one in enumerate(found):
+        if card.exact:
+            print("{} of {} launches were measured alone".format(*coverage(one.ledger.launches, card.exact)))
         print("\n".join(describe(one)))
         if args.what_if and cases:
             print("\n".join(_what_if(cases[index], card)))

@@ -7,15 +7,16 @@ torch 2.7.1 the last whose default build for it was found to hold its code.
 import re
 from pathlib import Path
 
-from .fatbin import runs_on
+from .fatbin import architectures, runs_on
 
 VOLTA = (7, 0)
 LAST_VOLTA_BRANCH = 580
 OLDEST_BRANCH = 525  # the first that runs CUDA 12
 TORCH_FOR_VOLTA = "2.7.1"
 INSTALL_FOR_VOLTA = f'pip install "duovolt[cuda,serve]" torch=={TORCH_FOR_VOLTA}'
-NCCL_WITH_VOLTA = ((2, 21, 5), (2, 26, 2))  # builds of CUDA 12 between them were found to hold sm_70 code
+LAST_NCCL_FOR_VOLTA = (2, 26)  # later builds may hold no sm_70 code: they fail at the first call, or crash
 
+_MAPS = Path("/proc/self/maps")
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _DRIVER_VERSION = re.compile(r"\b(\d{3,4}\.\d{1,3}(?:\.\d{1,3})?)\b")
 
@@ -77,11 +78,25 @@ def nccl_fault(version: tuple[int, ...] | None, arches: list[str] | None, capabi
     if version is None:
         return "torch has no NCCL: large exchanges between ranks need it"
     name = "NCCL " + ".".join(map(str, version))
-    remedy = f"torch=={TORCH_FOR_VOLTA} brings one that does, or choose `--collective host`"
+    remedy = f"torch=={TORCH_FOR_VOLTA} brings one that does (nvidia-nccl-cu12==2.26.2), or choose `--collective host`"
     if arches:
         if runs_on(arches, capability):
             return None
         return f"{name} holds no code for {architecture(capability)}, only for {', '.join(arches)}: {remedy}"
-    if capability == VOLTA and version > NCCL_WITH_VOLTA[1]:
+    if capability == VOLTA and version[:2] > LAST_NCCL_FOR_VOLTA:
         return f"{name} may hold no code for sm_70, and its file could not be read to find out: {remedy}"
+    return None
+
+
+def nccl_arches(maps: Path = _MAPS) -> list[str] | None:
+    """What the NCCL that this process has loaded with torch holds; None where it has none, or as part of a larger file."""
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    for path in sorted({line.split(maxsplit=5)[-1].strip() for line in lines if "/libnccl.so" in line}):
+        try:
+            return architectures(Path(path)) or None
+        except OSError:
+            continue
     return None

@@ -6,7 +6,7 @@ A card file (perf/cards/*.toml) says where its numbers come from and what in it 
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ..checkpoint.directory import read_text
 from ..checkpoint.encodings import tile_of, words_of
 from ..checkpoint.errors import InputError, one_line
 from .curve import READ, Curve, Point, Series, read_curve
+from .launch_file import LaunchTimes, at_bytes, by_key
 from .ledger import Launch
 from .machine import Machine
 
@@ -65,7 +66,7 @@ class Card:
     """`series`: curves by kernel, the plain read always; `shares`: of the plain read's speed, by kernel and tokens.
 
     A key of `shares` is a kernel and an encoding (`linears.fp8`), a kernel, a family and an encoding, or a family: the
-    first that is there holds, at the nearest number of tokens.
+    first that is there holds, at the nearest number of tokens. `exact`: launches that were measured alone, by key.
     """
 
     name: str
@@ -77,15 +78,20 @@ class Card:
     small: Mapping[str, float]
     shares: Mapping[str, Mapping[int, float]]
     links: Mapping[str, LinkForm]
+    exact: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def seconds(self, launch: Launch) -> float:
         """Time of one kernel, its launch included."""
+        if (points := self.exact.get(launch.key)) and (found := at_bytes(points, launch.moved)) is not None:
+            return found
+        if launch.kernel == "attention_merge" and any(key.startswith("attention_") for key in self.exact):
+            return 0.0  # in the time of what it merges
         if launch.moved < LITTLE:
             return self.small.get(launch.kernel, self.kernel_us) * 1e-6
         encoding = curve_name(launch.encodings[0]) if launch.encodings else READ
         node = self.node_us * 1e-6
-        if launch.family in ("linear", "head") and (found := self.series.get(encoding)) and encoding != READ:
-            return nearest(found, launch.tokens).seconds(launch.moved, node)
+        if launch.family in ("linear", "head") and (own := self.series.get(encoding)) and encoding != READ:
+            return nearest(own, launch.tokens).seconds(launch.moved, node)
         read = self.series[READ][0].seconds(launch.moved, node) / self.share(launch, encoding)
         return max(read, self.kernel_us * 1e-6)
 
@@ -105,6 +111,10 @@ class Card:
             raise InputError(f"{self.name}: no figures of a link {link!r}, only of {known}.")
         form = self.links[link]
         return _line(form.reduce if launch.kernel == "reduce" else form.gather, launch.message) * 1e-6
+
+    def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
+        """The same card with launches that were measured alone."""
+        return replace(self, exact=by_key(files))
 
     def with_shares(self, shares: Mapping[str, Mapping[int, float]]) -> "Card":
         """The same card with measured shares in place of what its file has."""

@@ -11,14 +11,14 @@ from typing import Literal
 
 from ..checkpoint.errors import InputError
 from ..model.config import FULL
-from .sheet import Layer, Matrix, Sheet
+from .sheet import Layer, Matrix, Sheet, kernel_encoding
 
 Family = Literal["linear", "head", "attention", "delta", "small", "sampling", "collective"]
 FAMILIES: tuple[Family, ...] = ("linear", "head", "attention", "delta", "small", "sampling", "collective")
 MAX_TOKENS, MAX_LANES, MAX_CONTEXT = 8, 4, 1 << 24  # of a sequence in a round (kernels/attention.py), and sequences
 ATTENTION_ROWS = 40  # query rows that one pass over the cache serves
 KV_SCALE_DIMS = 64
-SAMPLING = ("adjust", "mass", "judge", "rest", "draw")  # launches of `decide` without a cut of the vocabulary
+SAMPLING = ("adjust", "judge", "draw")  # launches of `decide` for greedy lanes
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class Launch:
     written   bytes written of KV and state
     encodings of the matrices it multiplies by
     tokens    rows it works on; for attention and the delta rule, those of one sequence
+    lanes     sequences
+    form      the extents that decide its time beside its bytes
     message   bytes a collective carries
     """
 
@@ -74,7 +76,14 @@ class Launch:
     written: int = 0
     encodings: tuple[str, ...] = ()
     tokens: int = 1
+    lanes: int = 1
+    form: str = ""
     message: int = 0
+
+    @property
+    def key(self) -> str:
+        """Launches of one key take the same time at the same bytes."""
+        return f"{self.kernel} {self.form} T{self.tokens} x{self.lanes}"
 
     @property
     def read(self) -> float:
@@ -131,24 +140,31 @@ def ledger_of(sheet: Sheet, shape: Shape) -> Ledger:
 
 
 def _round(sheet: Sheet, shape: Shape) -> Iterator[Launch]:
-    yield Launch("round_prepare", "small", "verify", "lengths, slots, positions")
+    """As runtime/engine/cuda/round.py launches it."""
     for number in range(1, shape.drafts + 1):
         # The first draft passes the tokens that the last round kept, beside those that it did not.
-        yield from _draft(sheet, shape, f"draft {number}", 1 + shape.drafts if number == 1 else 1)
+        yield from _draft(sheet, shape, number, 1 + shape.drafts if number == 1 else 1)
     yield from _Pass(sheet, shape, "verify", 1 + shape.drafts).verify()
 
 
-def _draft(sheet: Sheet, shape: Shape, part: str, tokens: int) -> Iterator[Launch]:
+def _draft(sheet: Sheet, shape: Shape, number: int, tokens: int) -> Iterator[Launch]:
     assert sheet.mtp is not None
-    run, norm = _Pass(sheet, shape, part, tokens), 4 * sheet.hidden
+    run, norm = _Pass(sheet, shape, f"draft {number}", tokens), 4 * sheet.hidden
+    yield run.small("round_rows", "lengths, slots, positions")
+    if number == 1:
+        yield run.small("embed_fp32", "hidden states that were kept")
     yield run.embed()
-    yield run.small("rms_norm", "mtp embedding norm", norm)
-    yield run.small("rms_norm", "mtp hidden norm", norm)
+    yield run.small("rms_norm", "mtp embedding norm", norm, form=str(sheet.hidden))
+    yield run.small("rms_norm", "mtp hidden norm", norm, form=str(sheet.hidden))
     yield run.linears("linear", "mtp.fc", sheet.mtp.fc)
     yield from run.layer(sheet.mtp.layer)
-    yield run.small("rms_norm", "mtp.norm", norm)
-    head = sheet.draft_head if shape.draft_head and sheet.draft_head is not None else sheet.head
-    yield from run.head(head, shape.lanes)
+    yield run.small("rms_norm", "mtp.norm", norm, form=str(sheet.hidden))
+    if number == 1:
+        yield run.small("embed_fp32", "the last that stands")
+        yield from (run.small("elementwise", "to fp16") for _ in range(2))
+    reduced = shape.draft_head and sheet.draft_head is not None
+    head = sheet.draft_head if reduced and sheet.draft_head is not None else sheet.head
+    yield from run.head(head, shape.lanes, reduced)
 
 
 class _Pass:
@@ -159,66 +175,77 @@ class _Pass:
         self.rows = shape.lanes * tokens
 
     def verify(self) -> Iterator[Launch]:
+        yield self.small("round_rows", "lengths, slots, positions")
         yield self.embed()
         for layer in self.sheet.layers:
             yield from self.layer(layer)
-        yield self.small("rms_norm", "final norm", 4 * self.sheet.hidden)
-        yield from self.head(self.sheet.head, self.rows)
+        yield self.small("rms_norm", "final norm", 4 * self.sheet.hidden, form=str(self.sheet.hidden))
+        yield from self.head(self.sheet.head, self.rows, False)
+        yield self.small("round_advance", "lengths, states, hidden states kept")
 
     def embed(self) -> Launch:
-        return self.small("embed", f"{self.rows} rows", self.rows * self.sheet.embed_row)
+        return self.small("embed", f"{self.rows} rows", self.rows * self.sheet.embed_row, form=str(self.sheet.hidden))
 
-    def small(self, kernel: str, what: str, weights: int = 0, written: int = 0) -> Launch:
-        return Launch(kernel, "small", self.part, what, weights, written=written, tokens=self.rows)
+    def small(self, kernel: str, what: str, weights: int = 0, written: int = 0, form: str = "") -> Launch:
+        return Launch(kernel, "small", self.part, what, weights, written=written, tokens=self.rows, form=form)
 
     def linears(
         self, kernel: str, what: str, *matrices: Matrix, family: Family = "linear", rows: int | None = None
     ) -> Launch:
         encodings = tuple(dict.fromkeys(matrix.encoding for matrix in matrices))
+        form = " ".join(f"{kernel_encoding(one)}:{one.rows}x{one.columns}" for one in matrices)
         total = sum(matrix.nbytes for matrix in matrices)
-        return Launch(kernel, family, self.part, what, total, encodings=encodings, tokens=rows or self.rows)
+        return Launch(
+            kernel, family, self.part, what, total, encodings=encodings, tokens=rows or self.rows, form=form
+        )  # fmt: skip
 
     def reduce(self, what: str) -> Iterator[Launch]:
         if self.sheet.tp > 1:
             yield Launch("reduce", "collective", self.part, what, message=2 * self.rows * self.sheet.hidden)
 
-    def head(self, head: Matrix, rows: int) -> Iterator[Launch]:
+    def head(self, head: Matrix, rows: int, reduced: bool) -> Iterator[Launch]:
         yield self.linears("linear", head.name.removesuffix(".weight"), head, family="head", rows=rows)
         if self.sheet.head_cut:
             yield Launch("gather", "collective", self.part, "logits", message=4 * rows * head.rows)
+        if reduced:
+            yield self.small("round_scatter", "the draft head's logits to their ids")
         for name in SAMPLING:
             yield Launch(f"sampling_{name}", "sampling", self.part, f"{rows} rows of logits", tokens=rows)
 
     def layer(self, layer: Layer) -> Iterator[Launch]:
-        yield self.small("rms_norm", f"{layer.name} input norm", 4 * self.sheet.hidden)
+        norm, width = 4 * self.sheet.hidden, str(self.sheet.hidden)
+        yield self.small("rms_norm", f"{layer.name} input norm", norm, form=width)
         yield from self.attention(layer) if layer.kind == FULL else self.delta(layer)
         yield self.linears("linear", f"{layer.name} output", layer.output)
         yield from self.reduce(f"{layer.name} output")
-        yield self.small("rms_norm", f"{layer.name} post norm", 4 * self.sheet.hidden)
+        yield self.small("rms_norm", f"{layer.name} post norm", norm, form=width)
         yield from self.mlp(layer)
         yield from self.reduce(f"{layer.name} mlp")
 
     def attention(self, layer: Layer) -> Iterator[Launch]:
         heads, shape = self.sheet.heads, self.shape
-        position = kv_bytes(heads.kv, heads.dim, shape.kv)
+        position, form = kv_bytes(heads.kv, heads.dim, shape.kv), f"{heads.query}/{heads.kv}"
         yield self.linears("linears", f"{layer.name} q, k, v", *layer.inputs)
-        yield self.small(f"qkv_rope_{shape.kv}", layer.name, layer.vectors, self.rows * position)
+        yield self.small(f"qkv_rope_{shape.kv}", layer.name, layer.vectors, self.rows * position, form)
         read = passes(self.tokens, heads.query // heads.kv) * shape.lanes * (shape.context + self.tokens) * position
-        yield Launch(f"attention_{shape.kv}", "attention", self.part, layer.name, kv=read, tokens=self.tokens)
-        yield Launch("attention_merge", "attention", self.part, layer.name, tokens=self.tokens)
+        yield Launch(
+            f"attention_{shape.kv}", "attention", self.part, layer.name, kv=read, tokens=self.tokens,
+            lanes=shape.lanes, form=form,
+        )  # fmt: skip
+        yield Launch("attention_merge", "attention", self.part, layer.name, tokens=self.tokens, lanes=shape.lanes)
 
     def delta(self, layer: Layer) -> Iterator[Launch]:
         """Rows of the last round that stand are read again: as many as this round has, at most, are counted."""
         heads, lanes = self.sheet.heads, self.shape.lanes
         kept = lanes * (heads.conv_width - 1 + self.tokens) * heads.row_bytes
-        state = lanes * heads.state_bytes
+        state, form = lanes * heads.state_bytes, f"{heads.key}/{heads.value}"
         yield self.linears("linears", f"{layer.name} qkv, z, b, a", *layer.inputs)
         norm = 4 * heads.value_dim
         yield Launch(
             "delta_decode", "delta", self.part, layer.name, layer.vectors - norm, state=state + kept,
-            written=state + kept, tokens=self.tokens,
+            written=state + kept, tokens=self.tokens, lanes=lanes, form=form,
         )  # fmt: skip
-        yield self.small("gated_rms_norm", layer.name, norm)
+        yield self.small("gated_rms_norm", layer.name, norm, form=str(heads.value))
 
     def mlp(self, layer: Layer) -> Iterator[Launch]:
         experts = layer.experts
@@ -242,7 +269,7 @@ def fused(ledger: Ledger, factor: int) -> Ledger:
         elif open_at >= 0 and held < factor and found[open_at].part == launch.part:
             first, held = found[open_at], held + 1
             encodings = tuple(dict.fromkeys((*first.encodings, *launch.encodings)))
-            found[open_at] = replace(first, weights=first.weights + launch.weights, encodings=encodings)
+            found[open_at] = replace(first, weights=first.weights + launch.weights, encodings=encodings, form="")
         else:
             open_at, held = len(found), 1
             found.append(launch)

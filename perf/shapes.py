@@ -1,4 +1,4 @@
-"""Configurations whose tensors `synth` makes: the 27B, the bundled tiny model, a narrow one, or a config.json."""
+"""Configurations whose tensors `synth` makes: the 27B, a 9B, the bundled tiny model, a narrow one, or a config.json."""
 
 import json
 from importlib import resources
@@ -48,6 +48,17 @@ NARROW_VISION: dict[str, Any] = {
     "num_position_embeddings": 64,
 }  # fmt: skip
 
+# A dense model of about 9 billion parameters, in the proportions of the family's smaller ones: another shape to measure.
+DENSE_9B_TEXT: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "linear_num_value_heads": 32,
+}  # fmt: skip
+
+
+def _dense_9b() -> dict[str, Any]:
+    text = QWEN_27B["text_config"] | DENSE_9B_TEXT
+    return QWEN_27B | {"text_config": text, "vision_config": None}
+
 
 def _narrow() -> dict[str, Any]:
     return QWEN_27B | {
@@ -61,7 +72,7 @@ def _tiny() -> dict[str, Any]:
     return dict(found)
 
 
-NAMED = {"qwen3.8-27b": lambda: QWEN_27B, "tiny": _tiny, "narrow": _narrow}
+NAMED = {"qwen3.8-27b": lambda: QWEN_27B, "dense-9b": _dense_9b, "tiny": _tiny, "narrow": _narrow}
 
 
 def configuration(name_or_file: str, layers: int | None = None) -> dict[str, Any]:

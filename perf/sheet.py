@@ -153,6 +153,15 @@ def device_bytes(encoding: str, rows: int, columns: int, tile: tuple[int, int] |
     raise InputError(f"encoding {encoding!r}: no kernel reads it. Convert the checkpoint, or name a --recipe.")
 
 
+def kernel_encoding(matrix: Matrix) -> str:
+    """What the kernels call the form that a matrix is held in (kernels/task.py)."""
+    words, tile = words_of(matrix.encoding), tile_of(matrix.encoding)
+    quantised = matrix.nbytes < 2 * matrix.rows * matrix.columns
+    if not quantised:
+        return "half"
+    return words if words == "nvfp4" else "fp8" if tile is None else "fp8_blocks"
+
+
 class _Rank:
     """Matrices of one rank of a configuration, by name."""
 

@@ -8,8 +8,7 @@ import torch
 
 from ...checkpoint.errors import EnvironmentFault
 from ...kernels.build import PREBUILT_VARIABLE, compiler_version, reaches
-from ...kernels.fatbin import architectures
-from ...kernels.libraries import driver_version
+from ...kernels.libraries import driver_version, nccl_arches
 from . import children
 from .disk import measure_disk
 from .facts import Card, Host, Link, Load, Software
@@ -17,7 +16,6 @@ from .nvml import Nvml
 
 _PCI = Path("/sys/bus/pci/devices")
 _SHM = Path("/dev/shm")
-_MAPS = Path("/proc/self/maps")
 _MEMINFO = Path("/proc/meminfo")
 _LOGIND = (Path("/etc/systemd/logind.conf"), Path("/etc/systemd/logind.conf.d"))
 _SYSTEMD = Path("/run/systemd/system")
@@ -44,7 +42,7 @@ class MachineProbes:
             driver=driver_version() or self._nvml.driver(),
             **_nvrtc(),  # type: ignore[arg-type]
             nccl=_nccl_version(),
-            nccl_arches=_nccl_arches(),
+            nccl_arches=nccl_arches(),
             prebuilt=bool(os.environ.get(PREBUILT_VARIABLE)),
         )
 
@@ -72,7 +70,8 @@ class MachineProbes:
 def torch_arches() -> list[str]:
     """What torch was built for, whether or not a driver answers."""
     flags = getattr(torch._C, "_cuda_getArchFlags", None)  # get_arch_list() is empty without a card
-    return sorted((flags() or "").split()) if flags is not None else torch.cuda.get_arch_list()
+    found = (flags() or "").split() if flags is not None else torch.cuda.get_arch_list()
+    return sorted(found, key=lambda name: (len(name.rpartition("_")[2]), name))
 
 
 def nvidia_on_bus(root: Path) -> tuple[str, ...]:
@@ -138,21 +137,6 @@ def _nccl_version() -> tuple[int, ...] | None:
         return tuple(torch.cuda.nccl.version())  # type: ignore[arg-type]
     except (AttributeError, RuntimeError, TypeError):  # a build without it
         return None
-
-
-def _nccl_arches() -> list[str] | None:
-    """Of the NCCL that this process has loaded with torch; None where it is part of a larger file."""
-    try:
-        maps = _MAPS.read_text(errors="replace")
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[-1].strip() for line in maps.splitlines() if "/libnccl.so" in line}
-    for path in sorted(paths):
-        try:
-            return architectures(Path(path)) or None
-        except OSError:
-            continue
-    return None
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from ...checkpoint.errors import EnvironmentFault
 from ...kernels import mailbox as ops
+from ...kernels.libraries import LAST_NCCL_FOR_VOLTA, VOLTA, nccl_arches, nccl_fault
 from .device import check_gather, check_reduce
 from .handshake import attempt, exchange_facts
 from .mailbox import Mailbox
 from .owner import owned_name
 from .shared import SHARED_DIR
 
-VOLTA = (7, 0)
-LAST_WITH_VOLTA = (2, 26)  # later builds may hold no sm_70 code: they fail at the first call, or crash
 KNOWN_BAD = {
     (2, 26, 2): "illegal memory access from 512 KiB on between some PCIe cards (NVIDIA/nccl issue 2418)",
 }
@@ -39,12 +38,9 @@ def version() -> tuple[int, int, int]:
 
 def refusal(found: tuple[int, int, int], capability: tuple[int, int]) -> str | None:
     """Why this NCCL must not even be tried on a card of this compute capability; None if it may."""
-    if capability == VOLTA and found[:2] > LAST_WITH_VOLTA:
-        return (
-            f"NCCL {'.'.join(map(str, found))} may hold no code for a V100; "
-            "torch==2.7.1 brings one that does (nvidia-nccl-cu12==2.26.2)"
-        )
-    return None
+    if capability != VOLTA or found[:2] <= LAST_NCCL_FOR_VOLTA:
+        return None
+    return nccl_fault(found, nccl_arches(), capability)
 
 
 def warning(found: tuple[int, int, int]) -> str | None:

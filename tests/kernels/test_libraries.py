@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from duovolt.kernels.fatbin import architectures, runs_on
-from duovolt.kernels.libraries import driver_branch, driver_fault, driver_version, nccl_fault, torch_fault
+from duovolt.kernels.libraries import driver_branch, driver_fault, driver_version, nccl_arches, nccl_fault, torch_fault
+from duovolt.runtime.parallel import nccl
 
 
 def container(*entries: tuple[int, int]) -> bytes:
@@ -67,6 +68,22 @@ def test_a_real_library_agrees():
 )
 def test_code_of_the_same_generation_or_older_ptx_runs(found, capability, runs):
     assert runs_on(found, capability) is runs
+
+
+def test_the_nccl_of_this_process_is_read_where_it_lies(tmp_path, monkeypatch):
+    library, maps = tmp_path / "libnccl.so.2", tmp_path / "maps"
+    library.write_bytes(container((2, 75), (2, 90)))
+    gone = tmp_path / "gone" / "libnccl.so.1"
+    maps.write_text("".join(f"7f00-7f01 r-xp 00000000 08:01 12   {path}\n" for path in ("/lib/libc.so", gone, library)))
+    assert nccl_arches(maps) == ["sm_75", "sm_90"]
+    assert nccl_arches(tmp_path / "no") is None
+    monkeypatch.setattr(nccl, "nccl_arches", lambda: nccl_arches(maps))
+    assert "holds no code for sm_70, only for sm_75, sm_90" in (nccl.refusal((2, 28, 3), (7, 0)) or "")
+    library.write_bytes(container((2, 70)))
+    assert nccl.refusal((2, 28, 3), (7, 0)) is None
+    monkeypatch.setattr(nccl, "nccl_arches", lambda: None)
+    assert "may hold no code for sm_70" in (nccl.refusal((2, 28, 3), (7, 0)) or "")
+    assert nccl.refusal((2, 26, 5), (7, 0)) is None and nccl.refusal((2, 28, 3), (9, 0)) is None
 
 
 def test_words():

@@ -33,14 +33,18 @@ def test_the_studys_forecasts_come_out_within_half_a_percent() -> None:
     assert by_name["MoE 35B-A3B, 16,384 deep"].published / 289.52 - 1 == pytest.approx(0.0235, abs=0.001)
 
 
-def test_a_sum_over_real_sizes_is_no_worse_than_the_mean() -> None:
+def test_a_sum_over_real_sizes_does_better_than_the_mean() -> None:
     dense = Sizes("", dense_kernels(), 0.0)
     assert sum(count for count, _ in dense.kernels) == pytest.approx(DENSE.kernels, rel=0.02)
     assert sum(count * nbytes for count, nbytes in dense.kernels) == pytest.approx(DENSE.weights, rel=0.005)
     card = load_card("rtx-5090")
     assert dense.by_sum(card) == pytest.approx(dense.by_mean(card), rel=0.005)  # the study's own doubt: 0.5 %
     h200 = load_card("h200")
-    assert H200_READS.by_sum(h200) == pytest.approx(H200_READS.seconds, rel=0.03)
+    assert (
+        abs(H200_READS.by_sum(h200) / H200_READS.seconds - 1)
+        < 0.01
+        < abs(H200_READS.by_mean(h200) / H200_READS.seconds - 1)
+    )
 
 
 def test_published_v100_rounds_lie_between_bytes_alone_and_what_was_measured() -> None:
@@ -75,9 +79,11 @@ def test_a_launch_costs_a_constant_and_its_bytes() -> None:
     assert card.seconds(a_launch(100, "rms_norm", "small")) == pytest.approx(2.0e-6)
     h200 = load_card("h200")
     nvfp4 = a_launch(50e6, encodings=("nvfp4",), tokens=4, kernel="swiglu")
-    assert h200.seconds(nvfp4) == pytest.approx(50e6 / 3900e9 / 0.54)
-    assert h200.seconds(a_launch(1e9, "attention_int8", "attention", tokens=3)) == pytest.approx(1e9 / 4460e9 / 0.53)
-    assert h200.seconds(a_launch(100, "rms_norm", "small")) == pytest.approx(3.4e-6)
+    assert h200.seconds(nvfp4) == pytest.approx(50e6 / 3820e9 / 0.54, rel=0.01)
+    assert h200.seconds(a_launch(1e9, "attention_int8", "attention", tokens=3)) == pytest.approx(
+        1e9 / 4515e9 / 0.53, rel=0.01
+    )
+    assert h200.seconds(a_launch(100, "rms_norm", "small")) == pytest.approx(2.9e-6)
     slower = h200.with_shares({"swiglu.nvfp4": {1: 0.27}})
     assert slower.seconds(nvfp4) == pytest.approx(2 * h200.seconds(nvfp4))
 

@@ -18,9 +18,10 @@ SXM2_V100 = msgspec.structs.replace(
     PCIE_V100, name="Tesla V100-SXM2-32GB", multiprocessors=80, core_mhz=1530, memory_mhz=877, memory_mhz_application=877,
     nvlinks=6,
 )  # fmt: skip
+NCCL_ARCHES = ["sm_50", "sm_60", "sm_61", "sm_70", "sm_80", "compute_90", "sm_90"]
 SOFTWARE = Software(
     python="3.12.3", torch="2.7.1", torch_cuda="12.6", torch_arches=["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_90"],
-    driver="580.65.06", nvrtc=(12, 6), nvrtc_reaches_volta=True, nccl=(2, 26, 2), nccl_arches=["sm_50", "sm_70", "sm_90"],
+    driver="580.65.06", nvrtc=(12, 6), nvrtc_reaches_volta=True, nccl=(2, 26, 2), nccl_arches=NCCL_ARCHES,
 )  # fmt: skip
 HOST = Host(
     cores=16, memory=64 * GB, memory_available=60 * GB, shm=32 * GB, shm_free=32 * GB, remove_ipc=False,
