@@ -40,11 +40,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, nargs="+", metavar="N", help="ranks, one or several numbers (default: 1)")
     parser.add_argument("--context", type=int, nargs="+", default=[0], metavar="N", help="tokens in the cache")
     parser.add_argument("--drafts", type=int, default=0, metavar="K", help="tokens drafted a round (default: 0)")
-    parser.add_argument("--lanes", type=int, default=1, metavar="L", help="sequences at once (default: 1)")
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="sequences at once (default: 1)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
     parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as if there were a draft head (0: none)")
     parser.add_argument("--acceptance", type=float, default=CODE, metavar="A", help=f"of a draft (default: {CODE})")
-    parser.add_argument("--link", metavar="L", help="between ranks: none, pcie, nvlink (default: the card's first)")
+    parser.add_argument(
+        "--link",
+        metavar="L",
+        help="between ranks: none, pcie, nvlink, or microseconds a message (default: the card's first)",
+    )
     parser.add_argument("--host-us", type=float, default=0.0, metavar="U", help="host time a round (default: 0)")
     parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
     parser.add_argument("--head", choices=("split", "whole"), default="split", help="rows of the head on each rank")
@@ -55,8 +59,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what-if", action="store_true", help="also with one thing changed at a time")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the forecasts with date and commit")
     parser.add_argument("--json", action="store_true", help="machine-readable: what --write would write")
-    parser.add_argument("--check", type=Path, metavar="MEASURED", help="compare measured rounds with --against")
-    parser.add_argument("--against", type=Path, metavar="FORECAST", help="a file of --write")
+    parser.add_argument(
+        "--check", type=Path, nargs="+", metavar="MEASURED", help="compare measured rounds with --against"
+    )
+    parser.add_argument("--against", type=Path, nargs="+", metavar="FORECAST", help="files of --write")
     parser.add_argument(
         "--within", type=float, nargs=2, metavar=("MEDIAN", "WORST"), help="fail --check beyond so many percent"
     )
@@ -66,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _cases(args: argparse.Namespace) -> list[Case]:
     found = []
-    for tp, context in itertools.product(args.tp or [None], args.context):
+    for tp, lanes, context in itertools.product(args.tp or [None], args.lanes, args.context):
         if tp is not None and not 1 <= tp <= MAX_RANKS:
             raise InputError(f"--tp {tp}: expected 1 to {MAX_RANKS}.")
         sheet = sheet_at(args.source, tp, args.recipe)
@@ -74,7 +80,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
             if not 0 <= args.draft_head <= 1 << 24:
                 raise InputError(f"--draft-head {args.draft_head}: expected a number of rows of the vocabulary.")
             sheet = sheet.with_draft_head(args.draft_head)
-        shape = Shape(context, args.drafts, args.lanes, args.kv)
+        shape = Shape(context, args.drafts, lanes, args.kv)
         setting = Setting(args.acceptance, args.link or "none", args.host_us)
         found.append(Case(sheet, shape, setting, args.fuse, args.head == "split"))
     return found
@@ -120,8 +126,8 @@ def _what_if(case: Case, card: Card) -> list[str]:
 def _check(args: argparse.Namespace) -> int:
     if args.against is None:
         raise InputError("--check needs --against FORECAST, a file of `duovolt predict --write`.")
-    forecasts = read_forecast(args.against)
-    found = compare(forecasts, read_measured(args.check))
+    files = [read_forecast(path) for path in args.against]
+    found = compare([row for file in files for row in file.rounds], [read_measured(path) for path in args.check])
     median, worst = median_and_worst([one.error for one in found])
     mean_median, mean_worst = median_and_worst([one.mean_error for one in found])
     if args.json:
@@ -129,9 +135,11 @@ def _check(args: argparse.Namespace) -> int:
             {"forecast": msgspec.to_builtins(one.forecast), "ms": one.measured, "error": one.error} for one in found
         ]
         facts = {"median": median, "worst": worst, "median_of_means": mean_median, "worst_of_means": mean_worst}
-        print(json.dumps({"date": forecasts.date, "commit": forecasts.commit, "rounds": rows} | facts, indent=1))
+        made = [{"date": file.date, "commit": file.commit} for file in files]
+        print(json.dumps({"forecasts": made, "rounds": rows} | facts, indent=1))
     elif not args.quiet:
-        print(f"{forecasts.card}, forecast on {forecasts.date} at commit {forecasts.commit or 'unknown'}")
+        for line in dict.fromkeys(f"{one.card}, forecast on {one.date} at commit {one.commit}" for one in files):
+            print(line)
         for one in found:
             row = one.forecast
             print(
@@ -144,7 +152,7 @@ def _check(args: argparse.Namespace) -> int:
         )
     if args.within and (median > args.within[0] / 100 or worst > args.within[1] / 100):
         raise CheckFailed(
-            f"{args.check}: median error {median:.1%}, worst {worst:.1%}: beyond {args.within[0]} and {args.within[1]} %."
+            f"{args.check[0]}: median error {median:.1%}, worst {worst:.1%}: beyond {args.within[0]} and {args.within[1]} %."
         )
     return 0
 
@@ -167,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         card = card.with_launches(files)
     cases = []
     if args.source.endswith(".gguf"):
-        shapes = [Shape(context, args.drafts, args.lanes, args.kv) for context in args.context]
+        shapes = [Shape(context, args.drafts, args.lanes[0], args.kv) for context in args.context]
         setting = Setting(args.acceptance, "none", args.host_us)
         found = [forecast(gguf_ledger(Path(args.source), shape), card, setting) for shape in shapes]
     else:

@@ -4,6 +4,7 @@ A card file (perf/cards/*.toml) says where its numbers come from and what in it 
 """
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,11 +104,16 @@ class Card:
         return 1.0
 
     def message(self, launch: Launch, link: str) -> float:
-        """Seconds of a collective. Raises InputError for a link that the card file does not have."""
+        """Seconds of a collective over `link`: none, one of the card file's, or a number, microseconds of any message.
+
+        Raises InputError for another.
+        """
         if link == "none":
             return 0.0
+        if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", link):
+            return float(link) * 1e-6
         if link not in self.links:
-            known = ", ".join(["none", *self.links])
+            known = ", ".join(["none", *self.links, "or microseconds"])
             raise InputError(f"{self.name}: no figures of a link {link!r}, only of {known}.")
         form = self.links[link]
         return _line(form.reduce if launch.kernel == "reduce" else form.gather, launch.message) * 1e-6

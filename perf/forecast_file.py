@@ -147,15 +147,14 @@ class Compared:
         return self.forecast.ms_mean / self.measured - 1
 
 
-def compare(forecasts: ForecastFile, measured: MeasuredFile) -> list[Compared]:
+def compare(forecasts: Sequence[ForecastRound], measured: Sequence[MeasuredFile]) -> list[Compared]:
     """Every measured round that was forecast.
 
     Where both name models, they must agree in what stands before the first comma. Raises InputError if no round was.
     """
     found = []
-    for one in measured.rounds:
-        model = one.model or measured.model
-        for candidate in forecasts.rounds:
+    for model, one in ((one.model or file.model, one) for file in measured for one in file.rounds):
+        for candidate in forecasts:
             if candidate.key == one.key and _same_model(candidate.model, model):
                 found.append(Compared(candidate, one.ms))
                 break

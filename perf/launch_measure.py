@@ -63,9 +63,10 @@ def _calls(launch: Launch, device: torch.device) -> Calls | None:
     if kernel in ("qkv_rope_int8", "qkv_rope_fp16"):
         return _rope(launch, device)
     tokens = launch.tokens
-    if kernel == "rms_norm":
+    if kernel in ("rms_norm", "rms_norm_delta"):
         width = int(launch.form)
-        x, delta = torch.randn(tokens, width, device=device), torch.zeros(tokens, width, device=device)
+        x = torch.randn(tokens, width, device=device)
+        delta = torch.zeros_like(x) if kernel == "rms_norm_delta" else None
         return [partial(rms_norm, x, torch.zeros(width, device=device), _EPS, delta=delta)] * _WARM_COPIES
     if kernel == "gated_rms_norm":
         heads = int(launch.form)

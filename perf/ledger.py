@@ -149,16 +149,16 @@ def _round(sheet: Sheet, shape: Shape) -> Iterator[Launch]:
 
 def _draft(sheet: Sheet, shape: Shape, number: int, tokens: int) -> Iterator[Launch]:
     assert sheet.mtp is not None
-    run, norm = _Pass(sheet, shape, f"draft {number}", tokens), 4 * sheet.hidden
+    run = _Pass(sheet, shape, f"draft {number}", tokens)
     yield run.small("round_rows", "lengths, slots, positions")
     if number == 1:
         yield run.small("embed_fp32", "hidden states that were kept")
     yield run.embed()
-    yield run.small("rms_norm", "mtp embedding norm", norm, form=str(sheet.hidden))
-    yield run.small("rms_norm", "mtp hidden norm", norm, form=str(sheet.hidden))
+    yield run.norm("mtp embedding norm", True)
+    yield run.norm("mtp hidden norm", True)
     yield run.linears("linear", "mtp.fc", sheet.mtp.fc)
-    yield from run.layer(sheet.mtp.layer)
-    yield run.small("rms_norm", "mtp.norm", norm, form=str(sheet.hidden))
+    yield from run.layer(sheet.mtp.layer, True)
+    yield run.norm("mtp.norm", False)
     if number == 1:
         yield run.small("embed_fp32", "the last that stands")
         yield from (run.small("elementwise", "to fp16") for _ in range(2))
@@ -177,9 +177,9 @@ class _Pass:
     def verify(self) -> Iterator[Launch]:
         yield self.small("round_rows", "lengths, slots, positions")
         yield self.embed()
-        for layer in self.sheet.layers:
-            yield from self.layer(layer)
-        yield self.small("rms_norm", "final norm", 4 * self.sheet.hidden, form=str(self.sheet.hidden))
+        for index, layer in enumerate(self.sheet.layers):
+            yield from self.layer(layer, index == 0)
+        yield self.norm("final norm", False)
         yield from self.head(self.sheet.head, self.rows, False)
         yield self.small("round_advance", "lengths, states, hidden states kept")
 
@@ -188,6 +188,11 @@ class _Pass:
 
     def small(self, kernel: str, what: str, weights: int = 0, written: int = 0, form: str = "") -> Launch:
         return Launch(kernel, "small", self.part, what, weights, written=written, tokens=self.rows, form=form)
+
+    def norm(self, what: str, first: bool) -> Launch:
+        """On several ranks a norm adds what was summed over them, unless it is the `first` of a stream."""
+        kernel = "rms_norm" if first or self.sheet.tp == 1 else "rms_norm_delta"
+        return self.small(kernel, what, 4 * self.sheet.hidden, form=str(self.sheet.hidden))
 
     def linears(
         self, kernel: str, what: str, *matrices: Matrix, family: Family = "linear", rows: int | None = None
@@ -212,13 +217,12 @@ class _Pass:
         for name in SAMPLING:
             yield Launch(f"sampling_{name}", "sampling", self.part, f"{rows} rows of logits", tokens=rows)
 
-    def layer(self, layer: Layer) -> Iterator[Launch]:
-        norm, width = 4 * self.sheet.hidden, str(self.sheet.hidden)
-        yield self.small("rms_norm", f"{layer.name} input norm", norm, form=width)
+    def layer(self, layer: Layer, first: bool) -> Iterator[Launch]:
+        yield self.norm(f"{layer.name} input norm", first)
         yield from self.attention(layer) if layer.kind == FULL else self.delta(layer)
         yield self.linears("linear", f"{layer.name} output", layer.output)
         yield from self.reduce(f"{layer.name} output")
-        yield self.small("rms_norm", f"{layer.name} post norm", norm, form=width)
+        yield self.norm(f"{layer.name} post norm", False)
         yield from self.mlp(layer)
         yield from self.reduce(f"{layer.name} mlp")
 

@@ -32,41 +32,55 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float peak = __uint_as_float(0xFF800000u);
     int best = 0x7FFFFFFF;
     bool finite = true;
-    for (int id = begin + threadIdx.x; id < end; id += kThreads) {
-        float value = read(logits + static_cast<size_t>(row) * logits_stride + id);
-        finite &= fabsf(value) <= 3.4028234e38f || (open && value < 0);
-        const size_t own = static_cast<size_t>(lane) * vocabulary + id;
-        if (bias) {
-            value = value + read(bias + own);
-        }
-        if (penalised) {
-            float count = read(answer_counts + own);
-            bool known = read(seen + own) != 0;
+    for (int first = begin + threadIdx.x; first < end; first += kAtOnce * kThreads) {
+        float values[kAtOnce], biases[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kMaxDrafts; ++i) {
-                if (drafts[i] == id) {
-                    known = true;
-                    count += 1.0f;
+        for (int n = 0; n < kAtOnce; ++n) { // asked for side by side: their waits overlap
+            const int id = first + n * kThreads;
+            values[n] = id < end ? read(logits + static_cast<size_t>(row) * logits_stride + id) : 0.0f;
+            biases[n] = bias && id < end ? read(bias + static_cast<size_t>(lane) * vocabulary + id) : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int id = first + n * kThreads;
+            if (id >= end) {
+                break;
+            }
+            float value = values[n];
+            finite &= fabsf(value) <= 3.4028234e38f || (open && value < 0);
+            if (bias) {
+                value = value + biases[n];
+            }
+            if (penalised) {
+                const size_t own = static_cast<size_t>(lane) * vocabulary + id;
+                float count = read(answer_counts + own);
+                bool known = read(seen + own) != 0;
+#pragma unroll
+                for (int i = 0; i < kMaxDrafts; ++i) {
+                    if (drafts[i] == id) {
+                        known = true;
+                        count += 1.0f;
+                    }
+                }
+                if (repetition != 1.0f && known) {
+                    value = value > 0 ? value / repetition : value * repetition;
+                }
+                // Separate roundings, as the reference has them: no fused multiply-add.
+                if (presence != 0.0f) {
+                    value = value - (count > 0 ? presence : 0.0f);
+                }
+                if (frequency != 0.0f) {
+                    value = __fsub_rn(value, __fmul_rn(frequency, count));
                 }
             }
-            if (repetition != 1.0f && known) {
-                value = value > 0 ? value / repetition : value * repetition;
+            if (mask && !(read(mask + static_cast<size_t>(row) * mask_words + id / 32) >> id % 32 & 1)) {
+                value = __uint_as_float(0xFF800000u);
             }
-            // Separate roundings, as the reference has them: no fused multiply-add.
-            if (presence != 0.0f) {
-                value = value - (count > 0 ? presence : 0.0f);
+            write(rows.logits + static_cast<size_t>(row) * vocabulary + id, value);
+            if (value > peak) {
+                peak = value;
+                best = id;
             }
-            if (frequency != 0.0f) {
-                value = __fsub_rn(value, __fmul_rn(frequency, count));
-            }
-        }
-        if (mask && !(read(mask + static_cast<size_t>(row) * mask_words + id / 32) >> id % 32 & 1)) {
-            value = __uint_as_float(0xFF800000u);
-        }
-        write(rows.logits + static_cast<size_t>(row) * vocabulary + id, value);
-        if (value > peak) {
-            peak = value;
-            best = id;
         }
     }
 #pragma unroll
@@ -257,16 +271,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int size = (vocabulary + kSlices - 1) / kSlices, begin = slice * size, end = min(vocabulary, begin + size);
     int own_counts[kDigits] = {};
     double own_masses[kDigits] = {};
-    for (int id = begin + threadIdx.x; id < end; id += kThreads) {
-        const float value = read(rows.logits + static_cast<size_t>(row) * vocabulary + id);
-        const unsigned key = ascending(value);
-        if (key >= floor && (pass == 0 || key >> (shift + 4) == step.prefix >> (shift + 4))) {
-            const int digit = key >> shift & (kDigits - 1);
-            const double mass = weight(value, peak, temperature);
+    for (int first = begin + threadIdx.x; first < end; first += kAtOnce * kThreads) {
+        float values[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kDigits; ++i) {
-                own_counts[i] += digit == i;
-                own_masses[i] += digit == i ? mass : 0.0;
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int id = first + n * kThreads;
+            values[n] = id < end ? read(rows.logits + static_cast<size_t>(row) * vocabulary + id) : 0.0f;
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const unsigned key = ascending(values[n]);
+            const bool inside = first + n * kThreads < end && key >= floor;
+            if (inside && (pass == 0 || key >> (shift + 4) == step.prefix >> (shift + 4))) {
+                const int digit = key >> shift & (kDigits - 1);
+                const double mass = weight(values[n], peak, temperature);
+#pragma unroll
+                for (int i = 0; i < kDigits; ++i) {
+                    own_counts[i] += digit == i;
+                    own_masses[i] += digit == i ? mass : 0.0;
+                }
             }
         }
     }

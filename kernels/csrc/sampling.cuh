@@ -8,6 +8,7 @@ constexpr int kSlices = 32;
 constexpr int kDigits = 16;
 constexpr int kPasses = 8;
 constexpr int kMaxDrafts = 5;
+constexpr int kAtOnce = 4; // logits that a thread asks for side by side
 constexpr int kAllTies = 0x7FFFFFFF;
 enum { kSample = 0, kDraft = 1, kAccept = 2, kResidual = 3 }; // what a random number is for
 
@@ -146,17 +147,25 @@ __device__ __forceinline__ View view_of(const Rows &rows, const Wishes &wishes, 
 // call it together.
 template <class Visit>
 __device__ __forceinline__ void walk(const View &view, int begin, int end, int rank, int *scratch, Visit visit) {
-    for (int first = begin; first < end; first += kThreads) {
-        const int id = first + threadIdx.x;
-        const float value = id < end ? read(view.logits + id) : 0.0f;
-        int own = 0;
-        if (view.ties != kAllTies) {
-            int all;
-            own = rank + rank_in_block(id < end && ascending(value) == view.cut, scratch, all);
-            rank += all;
+    for (int first = begin; first < end; first += kAtOnce * kThreads) {
+        float values[kAtOnce];
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int id = first + n * kThreads + threadIdx.x;
+            values[n] = id < end ? read(view.logits + id) : 0.0f;
         }
-        if (visit(id, id < end ? view.at(value, own) : 0.0)) {
-            return;
+        for (int n = 0; n < kAtOnce && first + n * kThreads < end; ++n) {
+            const int id = first + n * kThreads + threadIdx.x;
+            const float value = n == 0 ? values[0] : n == 1 ? values[1] : n == 2 ? values[2] : values[3];
+            int own = 0;
+            if (view.ties != kAllTies) {
+                int all;
+                own = rank + rank_in_block(id < end && ascending(value) == view.cut, scratch, all);
+                rank += all;
+            }
+            if (visit(id, id < end ? view.at(value, own) : 0.0)) {
+                return;
+            }
         }
     }
 }

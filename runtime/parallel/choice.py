@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from ...checkpoint.errors import EnvironmentFault, InputError
+from .faults import MAILBOX_DOOR
 from .twins import DISTRUSTED, TRUSTED, Heard, run_twins
 
 Wish = Literal["auto", "host", "ipc", "nccl"]
@@ -90,7 +91,9 @@ def choose(
     cards: their names for CUDA_VISIBLE_DEVICES in rank order; the first two that are seen if empty. Raises
     EnvironmentFault if what was wished for, or everything, fails.
     """
-    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards)} if cards else {}
+    environment = {MAILBOX_DOOR: ""}  # a test's fault is for the ranks
+    if cards:
+        environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards)}
     start = run or (lambda arguments, limit: run_twins(PROBE, ["0", "1"], arguments, limit, environment))
     left = [transport for transport in TRANSPORTS if wish in ("auto", transport) or transport == "nccl"]
     verdicts: dict[str, Verdict] = {}

@@ -6,7 +6,7 @@ happens, in the middle of a stream: it poisons the step, and `check` raises befo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ...checkpoint.errors import CheckFailed, InputError
 from .mailbox import MailboxCollective
@@ -50,6 +50,17 @@ class DeviceCollective(Protocol):
 
     def check(self) -> None:
         """Call it after a synchronisation. Raises CollectiveFault if a wait has expired: the step must not leave."""
+        ...
+
+
+@runtime_checkable
+class NormingCollective(DeviceCollective, Protocol):
+    """A collective that can go on with what follows a sum, in the same launch."""
+
+    def reduce_norm(
+        self, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None
+    ) -> None:
+        """`reduce`, then `kernels.norm.rms_norm(x, weight, eps, delta=the sum, out=out)`, with the same bits."""
         ...
 
 

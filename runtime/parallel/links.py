@@ -43,6 +43,11 @@ class MailboxDevice:
         check_reduce(part, out)
         ops.reduce(self.link, part, out)
 
+    def reduce_norm(
+        self, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None
+    ) -> None:
+        ops.reduce_norm(self.link, part, x, weight, eps, out, overflows)
+
     def reduce_large(self, part: Tensor, out: Tensor) -> None:
         check_reduce(part, out, limited=False)
         most = 2 * self.link.slot

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...checkpoint.errors import DuovoltError
+from ...kernels import mailbox as ops
 from .device import MAX_REDUCE_BYTES, DeviceCollective
 from .timing import Meet
 
@@ -23,6 +25,7 @@ LARGE = (210, 5120)  # 2 MB: some builds of NCCL fail from 512 KB on only
 GATHERS = ((1, 1), (1, 2), (4, 3), (24, 2), (1, 513), (4, 4096), (1, 124160), (4, 124160))
 _MODULUS = 2003  # sums of two stay below 2^12: exact in fp16 and in any order
 CAPTURE_SECONDS = 60.0
+CLOCK_SECONDS = 0.02
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -103,6 +106,27 @@ class Trial:
         return int(self.wrong.item())
 
 
+def clock_fault(seconds_taken: Callable[[float], float]) -> str | None:
+    """None if the card's clock, by which waits are bounded, goes as fast as this one; else what it does.
+
+    `seconds_taken(seconds)` has the card wait by its clock and says how long that took by ours.
+    """
+    seconds_taken(1e-6)  # loads the kernel
+    taken = min(seconds_taken(CLOCK_SECONDS) for _ in range(3))
+    if 0.9 * CLOCK_SECONDS <= taken <= 1.5 * CLOCK_SECONDS:
+        return None
+    return f"the card takes {1e3 * taken:.1f} ms for {1e3 * CLOCK_SECONDS:g} ms: its clock cannot bound a wait"
+
+
+def _lingering(device: torch.device, seconds: float) -> float:
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
+    begin = time.perf_counter()
+    ops.linger(seconds, device)
+    stream.synchronize()
+    return time.perf_counter() - begin
+
+
 def replayer(action: Callable[[], None], device: torch.device) -> Callable[[], object]:
     """A graph of `action` to be replayed; on a CPU, `action` itself."""
     if device.type != "cuda":
@@ -129,6 +153,8 @@ def try_collective(
     trial = Trial(collective, device)
     each = len(shapes())
     try:
+        if device.type == "cuda" and (late := clock_fault(partial(_lingering, device))):
+            return late
         for number in range(-(-rounds // each)):
             for shape in shapes():
                 trial.reduce_once(shape)

@@ -27,6 +27,11 @@ class TwoWays:
     def reduce(self, part: Tensor, out: Tensor) -> None:
         self._mailbox.reduce(part, out)
 
+    def reduce_norm(
+        self, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None
+    ) -> None:
+        self._mailbox.reduce_norm(part, x, weight, eps, out, overflows)
+
     def reduce_large(self, part: Tensor, out: Tensor) -> None:
         way = self._nccl if part.numel() * part.element_size() >= self._nccl_from else self._mailbox
         way.reduce_large(part, out)

@@ -10,7 +10,7 @@ from duovolt.checkpoint.errors import InputError
 from duovolt.cli.main import main
 from duovolt.perf.cards import LinkForm, _line, card_names, load_card
 from duovolt.perf.curve import Curve, Point, Series
-from duovolt.perf.forecast_file import ForecastFile, MeasuredFile, Round, compare, median_and_worst, read_forecast
+from duovolt.perf.forecast_file import MeasuredFile, Round, compare, median_and_worst, read_forecast
 from duovolt.perf.kernel_shares import read_shares
 from duovolt.perf.ledger import Launch, Shape, ledger_of
 from duovolt.perf.machine import Machine
@@ -97,7 +97,7 @@ def test_messages_follow_their_points() -> None:
     assert card.message(reduce, "nvlink") == pytest.approx(5.6e-6) and card.message(gather, "pcie") == pytest.approx(
         335e-6
     )
-    assert card.message(reduce, "none") == 0
+    assert card.message(reduce, "none") == 0 and card.message(gather, "2.5") == pytest.approx(2.5e-6)
     with pytest.raises(InputError, match="no figures of a link 'sli'"):
         card.message(reduce, "sli")
     assert isinstance(card.links["pcie"], LinkForm)
@@ -179,6 +179,11 @@ def test_forecasts_on_record_are_compared_with_what_was_measured(
     assert main([*check, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["median"] == pytest.approx(0.025, abs=1e-4) and len(found["rounds"]) == 4
+    halves = [tmp_path / name for name in ("a.json", "b.json")]
+    for path, half in zip(halves, (rounds[:1], rounds[1:]), strict=True):
+        path.write_text(json.dumps({"model": "qwen3.8-27b, recipe v100", "rounds": half}))
+    assert main(["predict", "--check", *map(str, halves), "--against", str(written), str(written)]) == 0
+    assert "4 rounds: median error 2.5%" in capsys.readouterr().out
     measured.write_text(json.dumps({"model": "other-9b", "rounds": rounds}))
     assert main(check) == 2
     assert "no measured round was forecast" in capsys.readouterr().err
@@ -187,7 +192,7 @@ def test_forecasts_on_record_are_compared_with_what_was_measured(
 def test_errors_are_relative_to_the_measurement() -> None:
     assert median_and_worst([-0.04, 0.01, 0.02]) == (0.02, 0.04)
     with pytest.raises(InputError, match="no measured round"):
-        compare(ForecastFile("", None, "", "", "", []), MeasuredFile([Round(ms=1, context=0)]))
+        compare([], [MeasuredFile([Round(ms=1, context=0)])])
 
 
 def test_shares_come_from_a_file_of_kernels(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_a_right_link_passes(small: None) -> None:
 
 @pytest.mark.parametrize(("spoil", "good"), [(dropped, 0), (zeroed, 30), (last_lost, 30), (one_ulp, 0)])
 def test_a_link_that_spoils_data_is_found(small: None, spoil: Callable, good: int) -> None:
+    """R01 R02: peer access is reported, and writes are dropped, zeroed or a bit off."""
     first, second = tried(
         lambda mailbox: Faulty(mailbox, good, spoil) if mailbox.rank else CpuDeviceCollective(mailbox), 1
     )
@@ -86,6 +87,7 @@ def test_a_link_that_spoils_data_is_found(small: None, spoil: Callable, good: in
 
 
 def test_a_link_that_is_wrong_in_replays_only_is_found(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R02: eager sums are right, replays are not."""
     replaying = threading.Event()
     monkeypatch.setattr(trial, "replayer", lambda action, device: (replaying.set(), action)[1])
 
@@ -104,6 +106,15 @@ def test_a_wait_that_expired_is_a_fault_and_not_an_exception(small: None) -> Non
             raise CollectiveFault("no answer from rank 1")
 
     assert tried(Expired)[0] == "no answer from rank 1"
+
+
+@pytest.mark.parametrize(("rate", "right"), [(1.0, True), (1.3, True), (0.07, False), (15.0, False)])
+def test_a_clock_of_another_rate_is_found(rate: float, right: bool) -> None:
+    """R04: 200 ms that became 13 ms."""
+    found = trial.clock_fault(lambda seconds: seconds * rate)
+    assert (found is None) == right
+    if not right:
+        assert f"takes {20 * rate:.1f} ms for 20 ms" in str(found)
 
 
 def heard(*finds: dict, exit_code: int | None = 0, errors: str = "") -> Heard:
@@ -149,6 +160,7 @@ def test_the_faster_mailbox_is_chosen() -> None:
 
 
 def test_a_wrong_link_is_not_used_and_nccl_is_kept_from_it() -> None:
+    """R01 R02: the other way is taken, and the log says so."""
     script = Script(
         (heard(good("ipc", 4.0), good("host", 9.0), good("nccl")), heard(bad("ipc"), good("host", 9.0), good("nccl")))
     )
@@ -158,6 +170,7 @@ def test_a_wrong_link_is_not_used_and_nccl_is_kept_from_it() -> None:
 
 
 def test_a_link_that_hangs_costs_its_children_only() -> None:
+    """R03: a capture or an exchange without end, say."""
     hung = (heard({"began": "ipc"}, exit_code=None), heard({"began": "ipc"}, exit_code=None))
     script = Script(hung, twice(good("host", 9.0), good("nccl")))
     made = choose("auto", run=script)
@@ -202,6 +215,7 @@ def test_nccl_takes_what_it_is_faster_at() -> None:
 
 
 def test_what_others_report_of_an_nccl_is_told() -> None:
+    """R10: a version with a known fault is named."""
     made = choose("nccl", run=Script(twice(good("nccl", 17.0) | {"note": "illegal memory access"})))
     assert str(made) == "nccl; found: nccl right, 17.0 us, though reported: illegal memory access"
 
@@ -232,6 +246,7 @@ def test_a_word_that_is_no_choice_is_refused(text: str) -> None:
 
 
 def test_an_iommu_that_translates_makes_pcie_peers_distrusted(tmp_path: Path) -> None:
+    """R01: what makes writes go astray is seen beforehand."""
     for address, kind in (("0000:3b:00.0", "identity"), ("0000:d8:00.0", "DMA-FQ")):
         (tmp_path / address / "iommu_group").mkdir(parents=True)
         (tmp_path / address / "iommu_group" / "type").write_text(f"{kind}\n")
@@ -243,6 +258,7 @@ def test_an_iommu_that_translates_makes_pcie_peers_distrusted(tmp_path: Path) ->
 
 
 def test_an_nccl_without_code_for_the_card_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: versions are checked before the first call."""
     monkeypatch.setattr(nccl, "nccl_arches", lambda: None)
     assert nccl.refusal((2, 26, 2), (7, 0)) is None
     assert nccl.refusal((2, 21, 5), (7, 0)) is None
@@ -284,6 +300,7 @@ def test_twins_meet_and_say_what_they_find(twin_module: str) -> None:
 
 
 def test_a_twin_that_hangs_is_stopped_and_what_it_said_is_kept(twin_module: str) -> None:
+    """R03: bounded in time, and what it held on the card goes with it."""
     begin = time.monotonic()
     first, second = run_twins(twin_module, ["0", "1"], ["hang"], 6)
     assert time.monotonic() - begin < 12

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
 
 from duovolt.checkpoint.errors import InputError
+from duovolt.runtime.parallel import ways
+from duovolt.runtime.parallel.choice import Choice
 from duovolt.runtime.parallel.device import CpuDeviceCollective, DeviceCollective, SoloDevice
 from duovolt.runtime.parallel.mailbox import Mailbox, MailboxCollective, MailboxTimeout
+from duovolt.runtime.parallel.nccl import P2P_SWITCH
 from duovolt.runtime.parallel.region import Region, region_bytes
+from duovolt.runtime.parallel.ways import TwoWays, open_way
 
 SLOT = 64
 
@@ -101,3 +107,58 @@ def test_bad_calls_are_refused(case: str) -> None:
     method, part, out, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         getattr(pair()[0], method)(part, out)
+
+
+class Recorder:
+    """Stands in for an opened way."""
+
+    rank, name = 0, "ipc"
+
+    def __init__(self, calls: list[str], label: str) -> None:
+        self.calls, self.label = calls, label
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *arguments: self.calls.append(f"{self.label}.{method}")
+
+
+def test_large_sums_go_to_nccl_from_its_size_on() -> None:
+    calls: list[str] = []
+    both = TwoWays(cast(Any, Recorder(calls, "mailbox")), cast(Any, Recorder(calls, "nccl")), nccl_from=4096)
+    half, wide = torch.zeros(1, 2048, dtype=torch.float16), torch.zeros(1, 2048)
+    both.reduce_large(half, wide)
+    both.reduce_large(half[:, :2046], wide[:, :2046])
+    both.reduce(half, wide)
+    both.gather(wide, torch.zeros(1, 4096))
+    both.check()
+    both.close()
+    assert calls == [
+        "nccl.reduce_large",
+        "mailbox.reduce_large",
+        "mailbox.reduce",
+        "mailbox.gather",
+        "mailbox.check",
+        "nccl.close",
+        "mailbox.close",
+    ]
+    assert (both.name, both.rank, both.size) == ("ipc", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "opened", "switch"),
+    [
+        (Choice("ipc", None, True), ["ipc"], None),
+        (Choice("host", 1 << 20, False), ["host", "nccl"], "1"),
+        (Choice("nccl", None, False), ["nccl"], "1"),
+    ],
+)
+def test_a_choice_opens_what_it_names_and_nccl_obeys(
+    monkeypatch: pytest.MonkeyPatch, choice: Choice, opened: list[str], switch: str | None
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setenv(P2P_SWITCH, "placeholder")
+    monkeypatch.delenv(P2P_SWITCH)
+    monkeypatch.setattr(ways, "open_mailbox", lambda name, *rest: calls.append(name) or Recorder(calls, name))
+    monkeypatch.setattr(ways, "NcclDevice", lambda *rest: calls.append("nccl") or Recorder(calls, "nccl"))
+    open_way(choice, cast(Any, None), torch.device("cpu"), 5.0)
+    assert calls == opened
+    assert os.environ.get(P2P_SWITCH) == switch

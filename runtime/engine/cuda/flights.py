@@ -15,7 +15,7 @@ from .model import CudaModel
 from .round import Buffers, Canvas, Round, Shape
 
 BUCKETS = (1 << 11, 1 << 13, 1 << 15, 1 << 17)  # positions that rounds are made for, below the context
-RING = 4  # rounds whose numbers may be on their way to the host
+RING = 16  # rounds whose numbers may be on their way to the host
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ....kernels.norm import LARGEST
 from ....kernels.ops import Ops
 from ....kernels.round_state import Pass
 from ....kernels.weights import Weight
-from ...parallel.device import DeviceCollective
+from ...parallel.device import DeviceCollective, NormingCollective
 from ..weights import Sizes
 from .state import CudaState
 from .weights import CudaAttention, CudaDelta, CudaLayer
@@ -120,7 +120,7 @@ class Layers:
         raise NotImplementedError
 
     def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
-        """Add x times a weight, summed over the ranks, to the residual; or give what is to be added."""
+        """Add x times a weight, summed over the ranks, to the residual; or give what `norm` is to add."""
         raise NotImplementedError
 
     def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
@@ -152,10 +152,20 @@ class RowLayers(Layers):
         if link.size == 1:
             self.ops.linear(x, weight, residual, residual=residual)
             return None
-        part = self.ops.linear(x, weight, dtype=torch.float16, overflows=self.state.counter)
-        total = torch.empty_like(residual)
-        link.reduce(part, total)
-        return total
+        return self.ops.linear(x, weight, dtype=torch.float16, overflows=self.state.counter)
+
+    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+        """As everywhere; what `project` left is this rank's part, and is summed here."""
+        if delta is None:
+            return super().norm(x, weight, None, wide)
+        link = self.common.link
+        if wide is None and isinstance(link, NormingCollective):
+            out = torch.empty_like(delta)
+            link.reduce_norm(delta, x, weight, self.common.eps, out, self.overflows)
+            return out
+        total = torch.empty_like(x)
+        link.reduce(delta, total)
+        return super().norm(x, weight, total, wide)
 
     def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
         if layer.gate.encoding == layer.up.encoding:
