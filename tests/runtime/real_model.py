@@ -17,8 +17,8 @@ VOCABULARY = 320
 HEADS = ("model.language_model.embed_tokens.weight", "lm_head.weight")
 
 
-def make_source(directory: Path, positions: int = 4096) -> Path:
-    """A plain checkpoint with the tests' tokenizer, for contexts of up to `positions`."""
+def make_source(directory: Path) -> Path:
+    """A plain checkpoint with the tests' tokenizer."""
     make_directory(directory)
     tensors = {
         name: tensor for file in sorted(FIXTURE.glob("*.safetensors")) for name, tensor in load_file(file).items()
@@ -31,7 +31,6 @@ def make_source(directory: Path, positions: int = 4096) -> Path:
     save_file(tensors, directory / "model.safetensors")
     config = json.loads((FIXTURE / "config.json").read_text())
     config["text_config"]["vocab_size"] = VOCABULARY
-    config["text_config"]["max_position_embeddings"] = positions
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
@@ -42,10 +41,10 @@ def duovolt(*arguments: str | Path) -> None:
     )
 
 
-def make_ranks(folder: Path, size: int, positions: int = 4096) -> Path:
+def make_ranks(folder: Path, size: int) -> Path:
     """`folder`/ranks-SIZE, made by the commands that a user runs."""
     if not (folder / "source").exists():
-        make_source(folder / "source", positions)
+        make_source(folder / "source")
         duovolt("convert", folder / "source", folder / "converted", "--quiet")
     duovolt("shard", folder / "converted", folder / f"ranks-{size}", "--tp", str(size), "--quiet")
     return folder / f"ranks-{size}"

@@ -149,6 +149,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="trials whose fault, victim and phase hold this word")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of duovolt serve, in one word")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--dir", type=Path, help="ranks to serve in place of the fixture's; cuda needs such")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the outcomes there")
@@ -160,7 +161,7 @@ def main() -> int:
             if backend == "scripted":
                 world = scripted_world(Path(folder), size=args.ranks)
             else:
-                world = real_world(Path(folder), backend, args.serve.split(), args.ranks)
+                world = real_world(Path(folder), backend, args.serve.split(), args.ranks, args.dir)
             chosen = [t for t in trials(backend, args.ranks) if args.only in f"{t.fault}, {t.victim}, {t.phase}"]
             run_trials(world, chosen * args.repeat, report)
     print(table(report))

@@ -66,34 +66,29 @@ def scripted_world(folder: Path, *, delay_ms: float = 30, size: int = 2) -> Worl
     return World("scripted", make_ranks(folder / "ranks", size), _logs(folder), options, "hi", expected=text, size=size)
 
 
-def real_world(folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2) -> World:
-    """The fixture's tiny model, served with `more` options; its plain answer is asked for once.
+def real_world(
+    folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2, ranks: Path | None = None
+) -> World:
+    """`ranks`, or those of the fixture's tiny model, served with `more` options; the plain answer is asked for once.
 
-    A card makes thousands of its tokens a second: answers and prompt are longer there.
+    A card makes thousands of a small model's tokens a second: answers and prompt are longer there.
     """
     from ..real_model import make_ranks as make_real_ranks
 
-    long, prompt = (12000, 15000) if backend == "cuda" else (90, 3500)
+    long, prompt = (12000, 15000) if backend == "cuda" and "cpu" not in more else (90, 3500)
     options = [
         "--backend",
         backend,
         "--max-context",
-        str(prompt + 1000),
+        str(prompt + 500),
         "--prefill-chunk",
         "32",
         "--drafts",
         "3",
         *more,
     ]
-    world = World(
-        backend,
-        make_real_ranks(folder, size, positions=prompt + 1000),
-        _logs(folder),
-        options,
-        [1, 2, 3, 4, 5],
-        size=size,
-        long=long,
-    )
+    ranks = ranks or make_real_ranks(folder, size)
+    world = World(backend, ranks, _logs(folder), options, [1, 2, 3, 4, 5], size=size, long=long)
     world.long_prompt = [1 + number % 200 for number in range(prompt)]
     world.extra = {"ignore_eos": True}
     server = world.server(watchdog=60)
