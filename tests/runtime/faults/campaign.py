@@ -1,7 +1,7 @@
 """The whole campaign: every fault in every phase, counted.
 
 `python -m duovolt.tests.runtime.faults.campaign --backend scripted --backend reference` prints the table of
-docs/reliability.md; `--only WORD` keeps the trials whose name holds the word, `--repeat N` makes each N times.
+docs/reliability.md; `--only REGEX` keeps the trials whose "fault, victim, phase" has it, `--repeat N` makes each N times.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -146,7 +147,7 @@ def table(report: list[dict[str, object]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=("scripted", "reference", "cuda"))
-    parser.add_argument("--only", default="", help="trials whose fault, victim and phase hold this word")
+    parser.add_argument("--only", default="", metavar="REGEX", help="trials whose fault, victim and phase have this")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of duovolt serve, in one word")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--dir", type=Path, help="ranks to serve in place of the fixture's; cuda needs such")
@@ -162,7 +163,9 @@ def main() -> int:
                 world = scripted_world(Path(folder), size=args.ranks)
             else:
                 world = real_world(Path(folder), backend, args.serve.split(), args.ranks, args.dir)
-            chosen = [t for t in trials(backend, args.ranks) if args.only in f"{t.fault}, {t.victim}, {t.phase}"]
+            chosen = [
+                t for t in trials(backend, args.ranks) if re.search(args.only, f"{t.fault}, {t.victim}, {t.phase}")
+            ]
             run_trials(world, chosen * args.repeat, report)
     print(table(report))
     if args.json:
