@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +183,17 @@ class RankGroup:
             sampleable=plan.tokenizer.size,
             exchange_seconds=plan.exchange_seconds,
             ends=",".join(map(str, plan.tokenizer.stop_ids)),
+            kv=plan.options.kv,
+            graphs=plan.options.graphs,
+            draft_window=plan.options.draft_window,
+            collective="" if plan.way is None else plan.way.argument,
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
+        if (cards := plan.cards) is not None:
+            options = replace(options, pages=cards.pages)
+            if cards.uuids:  # every rank sees all the cards in use, and no others, in rank order: peers must be visible
+                environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.uuids)}
+                options = replace(options, device=f"cuda:{rank}", cpus=",".join(map(str, cards.near[rank])))
         if not self._first:  # a door opens once: the restarted ranks must be able to serve
             for door in DOORS:
                 environment.pop(door, None)

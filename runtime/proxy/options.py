@@ -10,13 +10,19 @@ from pathlib import Path
 class ServeOptions:
     """As `duovolt serve --help` tells.
 
-    `prefix_cache`: bytes; 0 keeps no prefixes.
-    `max_context` None means the model's own limit, at most 32768; `log_requests` of "-" is standard output.
+    `max_context` 0 is `auto`: on cards the longest that fits, else as None, the model's own limit, at most 32768 (on cards
+    None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no prefixes.
+    `log_requests` of "-" is standard output.
     """
 
     ranks: Path
     backend: str = "auto"
     max_context: int | None = None
+    devices: str | None = None
+    kv: str = "int8"
+    graphs: str = "on"
+    draft_window: int = 0
+    collective: str = "auto"
     lanes: int = 1
     drafts: int = 3
     draft_head: str = "auto"

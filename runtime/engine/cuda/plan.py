@@ -40,7 +40,6 @@ class Demand:
     drafts: int
     chunk: int
     vision: int = 0
-    prefix_cache: int = 0
     picture_patches: int = 0
     shared_heads: bool = True
 
@@ -85,7 +84,6 @@ def plan_memory(demand: Demand, max_context: int, pages: int) -> MemoryPlan:
         "vision tower": demand.vision,
         "kv": pages * page_bytes(demand),
         "states": demand.lanes * state_bytes(demand),
-        "prefix cache": demand.prefix_cache,
         "sampling": _sampling_bytes(demand),
         "workspace": max(_chunk_bytes(demand, max_context), _picture_bytes(demand)),
         "graphs": GRAPHS,
@@ -147,16 +145,6 @@ def state_bytes(demand: Demand) -> int:
     return layers * _bytes_of(DeltaState.empty(1, weights))
 
 
-def snapshot_bytes(demand: Demand) -> int:
-    """One saved state of a lane (see the prefix cache): states and the convolution's history."""
-    text = demand.config.text
-    layers = len(text.layer_types) - text.layer_types.count(FULL)
-    heads = text.linear_num_value_heads // demand.tp
-    delta = heads * text.linear_key_head_dim * text.linear_value_head_dim
-    history = (2 * text.key_dim + text.value_dim) // demand.tp * (text.linear_conv_kernel_dim - 1)
-    return layers * 4 * (delta + history)
-
-
 def _pages_within(demand: Demand, room: int, max_context: int) -> int:
     rest = plan_memory(demand, max_context, 0)
     return max(0, (room - rest.total) // page_bytes(demand))
@@ -180,7 +168,8 @@ def _chunk_bytes(demand: Demand, max_context: int) -> int:
     )
     token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
     repeats = 1 if demand.shared_heads else 1 + text.num_attention_heads // tp // kv_heads
-    keys_and_values = 2 * 2 * kv_heads * DIM * max_context * repeats
+    # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
+    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context * repeats
     tables = 2 * 4 * text.rotary_dim // 2 * max_context
     return demand.chunk * token + SCRATCH_BYTES + keys_and_values + tables
 
