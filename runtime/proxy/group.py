@@ -177,7 +177,7 @@ class RankGroup:
             drafts=plan.drafts,
             draft_head=plan.options.draft_head,
             drafts_from=None if plan.options.drafts_from is None else plan.options.drafts_from.absolute(),
-            prefill_chunk=plan.options.prefill_chunk,
+            prefill_chunk=plan.prefill_chunk,
             prefix_bytes=plan.options.prefix_cache,
             prefix_interval=plan.options.prefix_interval,
             sampleable=plan.tokenizer.size,
