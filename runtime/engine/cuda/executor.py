@@ -216,7 +216,8 @@ class CudaExecutor:
             start = saved.length - behind - 1
             x = self.model.embed(self._int32(torch.tensor(lane.request.prompt[start + 1 : saved.length])))
             slots, rope = self._int32(self._slots(lane, start, behind)), self._int32(lane.rope(start, behind))
-            self._read_drafts(lane, start, x, saved.hidden[:-1], rope, slots)
+            hidden = saved.hidden[:-1].to(self._device, non_blocking=True)
+            self._read_drafts(lane, start, x, hidden, rope, slots)
         self._images[lane.index].release(saved.length)
         self._lengths[lane.index] = saved.length
 
