@@ -71,7 +71,8 @@ class PrefixCache:
 
     def find(self, content: Content, length: int) -> Prefix | None:
         """The longest prefix of the text's first `length` tokens."""
-        for whole in range(length // PAGE, -1, -1):
+        levels = {prefix.length // PAGE for prefix in self._kept.values()}
+        for whole in sorted((level for level in levels if level <= length // PAGE), reverse=True):
             ends = self._ends.get(content.pages(whole), {})
             for end in sorted(ends, reverse=True):
                 if end <= length and (prefix := ends[end].get(content.name(end))):

@@ -189,7 +189,8 @@ class CudaExecutor:
         flight, self._pending = self._pending, None
         missing = [lane for lane in lanes if flight is None or not flight.carries(lane)]
         late = self._flights.start(missing) if missing else None
-        if self._ahead and all(self._foreseen(lane) for lane in lanes):
+        goes_on = any(lane.remaining > 1 for lane in lanes)  # else this round is the last of all
+        if self._ahead and goes_on and all(self._foreseen(lane) for lane in lanes):
             self._pending = self._flights.start(lanes, ahead=1)
         outcomes = []
         for lane in lanes:
@@ -216,7 +217,8 @@ class CudaExecutor:
             start = saved.length - behind - 1
             x = self.model.embed(self._int32(torch.tensor(lane.request.prompt[start + 1 : saved.length])))
             slots, rope = self._int32(self._slots(lane, start, behind)), self._int32(lane.rope(start, behind))
-            self._read_drafts(lane, start, x, saved.hidden[:-1], rope, slots)
+            hidden = saved.hidden[:-1].to(self._device, non_blocking=True)
+            self._read_drafts(lane, start, x, hidden, rope, slots)
         self._images[lane.index].release(saved.length)
         self._lengths[lane.index] = saved.length
 

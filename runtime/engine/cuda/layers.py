@@ -81,12 +81,16 @@ class Layers:
             delta = self.project(layer.down, self.gated(layer, normed), x)
             yield
             if self.common.observe is not None:
-                self.common.observe(number, x if delta is None else x + delta)
+                self.common.observe(number, self.stream(x, delta))
         return delta
 
     def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
         """x += delta; its norm in fp16 [T, H], and in float32 in `wide`."""
         return self.ops.rms_norm(x, weight, self.common.eps, delta=delta, wide=wide, overflows=self.overflows)
+
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """The residual stream with what is still to be added, for an observer."""
+        return x if delta is None else x + delta
 
     def attention(self, weights: CudaAttention, x: Tensor, cache: KVCache) -> Tensor:
         """fp16 [T, query heads * 256], gated; keys and values are written into the cache."""
@@ -171,6 +175,13 @@ class RowLayers(Layers):
         link.reduce(delta, total)
         return super().norm(x, weight, total, wide)
 
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        if delta is None:
+            return x
+        total = torch.empty_like(x)
+        self.common.link.reduce(delta, total)
+        return x + total
+
     def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
         if layer.gate.encoding == layer.up.encoding:
             return self.ops.swiglu(x, layer.gate, layer.up, overflows=self.state.counter)
@@ -205,10 +216,17 @@ class ChunkLayers(Layers):
         self._summed: tuple[torch.cuda.Event, Tensor] | None = None  # when, and what must stay until then
 
     def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+        self._await_sum()
+        return super().norm(x, weight, delta, wide)
+
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        self._await_sum()
+        return super().stream(x, delta)
+
+    def _await_sum(self) -> None:
         if self._summed is not None:
             self._summed[0].wait()
             self._summed = None
-        return super().norm(x, weight, delta, wide)
 
     def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
         if self.tokens <= MAX_TOKENS:

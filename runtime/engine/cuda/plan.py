@@ -40,7 +40,6 @@ class Demand:
     drafts: int
     chunk: int
     vision: int = 0
-    prefix_cache: int = 0
     picture_patches: int = 0
     shared_heads: bool = True
 
@@ -85,7 +84,6 @@ def plan_memory(demand: Demand, max_context: int, pages: int) -> MemoryPlan:
         "vision tower": demand.vision,
         "kv": pages * page_bytes(demand),
         "states": demand.lanes * state_bytes(demand),
-        "prefix cache": demand.prefix_cache,
         "sampling": _sampling_bytes(demand),
         "workspace": max(_chunk_bytes(demand, max_context), _picture_bytes(demand)),
         "graphs": GRAPHS,
@@ -145,16 +143,6 @@ def state_bytes(demand: Demand) -> int:
     small = (torch.empty(heads, device=META) for _ in range(2))
     weights = DeltaWeights(torch.empty(channels, text.linear_conv_kernel_dim, device=META), *small)
     return layers * _bytes_of(DeltaState.empty(1, weights))
-
-
-def snapshot_bytes(demand: Demand) -> int:
-    """One saved state of a lane (see the prefix cache): states and the convolution's history."""
-    text = demand.config.text
-    layers = len(text.layer_types) - text.layer_types.count(FULL)
-    heads = text.linear_num_value_heads // demand.tp
-    delta = heads * text.linear_key_head_dim * text.linear_value_head_dim
-    history = (2 * text.key_dim + text.value_dim) // demand.tp * (text.linear_conv_kernel_dim - 1)
-    return layers * 4 * (delta + history)
 
 
 def _pages_within(demand: Demand, room: int, max_context: int) -> int:
