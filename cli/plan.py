@@ -29,7 +29,7 @@ EXAMPLE = """example:
   duovolt plan converted --tp 4 --json"""
 
 CARD_BYTES = (32 << 30) - 700_000_000  # of a 32 GB V100, what driver and context leave
-PLANNED_DRAFTS, PLANNED_CHUNK = 3, 512  # the server's defaults
+PLANNED_DRAFTS, PLANNED_CHUNK = 3, 2048  # the server's defaults
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,7 @@ def server_options() -> list[Option]:
         Option(
             "drafts-from", Path, "JSON list of lists: the drafts of each round (for tests)", metavar="FILE", place=True
         ),
-        Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 512)"),
+        Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 2048 for one lane on cards, else 512)"),
         Option(
             "prefix-cache",
             _memory,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...checkpoint.errors import DuovoltError
 from ...kernels import mailbox as ops
-from .device import MAX_REDUCE_BYTES, DeviceCollective
+from ...kernels import norm
+from .device import MAX_REDUCE_BYTES, DeviceCollective, NormingCollective
 from .timing import Meet
 
 SIZES = (2, 4, 6, 30, 62, 64, 66, 128, 254, 512, 1022, 1024, 1026, 2560, 5118, 5120)
@@ -26,6 +27,7 @@ GATHERS = ((1, 1), (1, 2), (4, 3), (24, 2), (1, 513), (4, 4096), (1, 124160), (4
 _MODULUS = 2003  # sums of two stay below 2^12: exact in fp16 and in any order
 CAPTURE_SECONDS = 60.0
 CLOCK_SECONDS = 0.02
+EPS = 1e-6
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -90,6 +92,19 @@ class Trial:
         self.collective.reduce(parts[self.collective.rank], out)
         expected = parts[0].float() + parts[1].float()
         self.wrong += (out.view(torch.int32) != expected.view(torch.int32)).any()
+
+    def norm_once(self, collective: NormingCollective, seed: int) -> None:
+        """A sum that goes on to residual and norm in one kernel, against the two that it stands for, bit for bit."""
+        shape, columns = (4, HIDDEN), HIDDEN
+        part = floats(shape, seed, collective.rank).to(self.device).clamp(-1e4, 1e4)
+        weight = torch.linspace(-0.5, 0.5, columns, device=self.device)
+        streams = [torch.linspace(-3, 3, 4 * columns, device=self.device).view(shape) for _ in range(2)]
+        out, delta = torch.zeros(shape, dtype=torch.float16, device=self.device), torch.empty(shape, device=self.device)
+        collective.reduce_norm(part, streams[0], weight, EPS, out, None)
+        collective.reduce(part, delta)
+        expected = norm.rms_norm(streams[1], weight, EPS, delta=delta)
+        self.wrong += (out.view(torch.int16) != expected.view(torch.int16)).any()
+        self.wrong += (streams[0].view(torch.int32) != streams[1].view(torch.int32)).any()
 
     def every_size(self) -> None:
         """Each size once; may be captured."""
@@ -168,8 +183,11 @@ def try_collective(
             return f"{found} exchanges of integers were wrong"
         for seed, shape in enumerate(shapes()):
             trial.floats_once(shape, seed)
+        if isinstance(collective, NormingCollective):
+            for seed in range(3):
+                trial.norm_once(collective, seed)
         if found := trial.settle():
-            return f"{found} of {each} sums of floats were wrong"
+            return f"{found} exchanges of floats were wrong"
         begin = time.monotonic()
         replay = replayer(trial.every_size, device)
         meet()

@@ -159,7 +159,7 @@ class _Server:
             **facts,
             "lanes": options.lanes,
             "max_context": plan.max_context,
-            "prefill_chunk": options.prefill_chunk,
+            "prefill_chunk": plan.prefill_chunk,
             "max_waiting": options.max_waiting,
             "max_wait_seconds": f"{options.max_wait_seconds:g}",
             "watchdog_seconds": f"{options.watchdog_seconds:g}",

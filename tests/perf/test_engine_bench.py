@@ -1,10 +1,14 @@
 """`bench engine`: what is measured with, on the CPU; figures themselves need a card."""
 
+import argparse
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from duovolt.cli import bench_engine
+from duovolt.cli.main import main
 from duovolt.convert.recipe import load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
@@ -89,13 +93,41 @@ def test_the_floor_is_the_sum_of_plain_reads() -> None:
     assert sums > 0
 
 
+def test_the_second_rank_is_told_to_measure_the_same() -> None:
+    """What goes on its command line is read back as the same choices."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quiet", action="store_true")
+    bench_engine.configure(parser)
+    given = [
+        "--devices",
+        "0,1",
+        "--contexts",
+        "8192",
+        "64",
+        "--prefill",
+        "--no-profile",
+        "--layers",
+        "4",
+        "--json",
+        "x.json",
+    ]
+    first = parser.parse_args(given)
+    words = bench_engine._words(first)
+    assert words[:2] == ["bench", "engine"]
+    second = parser.parse_args([*words[2:], "--twin", "name"])
+    parted = {name for name, value in vars(first).items() if getattr(second, name) != value}
+    assert parted == {"twin", "json", "quiet"} and second.prefill == [] and second.contexts == [8192, 64]
+
+
+@pytest.mark.parametrize("words", [["--devices", "0,1,2"], ["--devices", "x"], ["--lanes", "5"], ["--rounds", "1"]])
+def test_what_makes_no_sense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", *words]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_memory_is_what_was_planned(tmp_path: Path) -> None:
     """L05: a slice of the 27B, prefill and rounds included: within 5 % and a constant of what small sizes round up."""
-    import json
-
-    from duovolt.cli.main import main
-
     where = tmp_path / "engine.json"
     words = [
         "bench",

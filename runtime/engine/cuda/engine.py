@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ....checkpoint.errors import EnvironmentFault
+from ....kernels.ops import prepare
 from ...parallel.device import DeviceCollective
 from ..engine import Engine
 from ..loading import EngineSettings, check_settings_fit, engine_of, sampleable, tower_of
@@ -51,6 +52,7 @@ def load_cuda_engine(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         check_answers(device)
+        prepare(device)  # before the ranks meet: one that compiles is late
     try:
         weights, report = load_planned(plan, device)
         tower = tower_of(directory, plan.source, weights.vision)
