@@ -141,7 +141,7 @@ def test_edges_follow_from_the_text_and_not_from_where_reading_begins(
 
 def test_a_very_long_prompt_does_not_push_everything_else_out() -> None:
     """Seven intervals and three states beside: every third interval is kept."""
-    made, executor = engine(prefix_bytes=6)
+    made, _ = engine(prefix_bytes=6)
     short = request(1, 100)
     for one in (short, request(2, 60000), request(3, 200)):
         made.add(one)
