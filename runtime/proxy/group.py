@@ -38,11 +38,10 @@ _LONGEST_LOAD_SECONDS = 3600.0  # the largest model of the family from a slow di
 _AGREED_FACTS = (
     "kv",
     "kv_pages",
+    "prefix_cache",
     "draft_head",
+    "draft_window",
     "collective",
-    "max_context",
-    "drafts",
-    "lanes",
     "graphs",
     "delta",
     "attention",

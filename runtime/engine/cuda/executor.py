@@ -194,7 +194,8 @@ class CudaExecutor:
         flight, self._pending = self._pending, None
         missing = [lane for lane in lanes if flight is None or not flight.carries(lane)]
         late = self._flights.start(missing) if missing else None
-        if self._ahead and all(self._foreseen(lane) for lane in lanes):
+        goes_on = any(lane.remaining > 1 for lane in lanes)  # else this round is the last of all
+        if self._ahead and goes_on and all(self._foreseen(lane) for lane in lanes):
             self._pending = self._flights.start(lanes, ahead=1)
         outcomes = []
         for lane in lanes:
