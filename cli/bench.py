@@ -7,6 +7,7 @@ import importlib
 TASKS = {
     "collective": ("bench_collective", "sums and gathers between two cards: peer memory, host memory, NCCL"),
     "curve": ("bench_curve", "read bandwidth of a GPU against bytes a kernel, cold"),
+    "engine": ("bench_engine", "decode rounds and first tokens of a rank, beside the floor of their reads"),
     "kernels": ("bench_kernels", "GPU kernels beside the plain read of the same bytes and beside cuBLAS"),
     "launches": ("bench_launches", "every launch of a model's round alone, at its real shape, for `predict`"),
     "pipeline": ("bench_pipeline", "quantising and whole stages beside peers, cp, cat and xxh3"),

@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": ("serve", "serve ranks over HTTP: one proxy, one process a rank"),
     "chat": ("chat", "talk to a running server"),
     "eval": ("eval", "quality of a checkpoint: bits per byte, known words, draft acceptance"),
+    "compare": ("compare", "layer by layer: two backends, or one card and two"),
     "ledger": ("ledger", "bytes of a decode round, from headers alone"),
     "predict": ("predict", "tokens a second of a card, a model and a depth, from bytes and bandwidth"),
     "synth": ("synth", "random or sparse checkpoints of a real model's shapes"),

@@ -28,7 +28,8 @@ EXAMPLE = """example:
   duovolt plan Qwen3.8-27B --tp 2 --max-context 262144
   duovolt plan converted --tp 4 --json"""
 
-CARD_BYTES = 32 << 30  # what the product is for: a 32 GB V100
+CARD_BYTES = (32 << 30) - 700_000_000  # of a 32 GB V100, what driver and context leave
+PLANNED_DRAFTS, PLANNED_CHUNK = 3, 2048  # the server's defaults
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -140,9 +141,8 @@ def facts(
             f"--max-context {context}: the model has 1 to {config.text.max_position_embeddings} positions."
         )
     ranks = _ranks(manifest, config, tp, str(path))
-    token, state = kv_bytes_per_token(config, tp, kv), state_bytes(config, tp)
-    heaviest = max(rank["bytes"] for rank in ranks)
     source = Checkpoint.open(path)
+    card = _card(config, tp, kv, max(rank["bytes"] for rank in ranks), context, manifest, path)
     return {
         "recipe": manifest.recipe["name"],
         "source_bytes": sum(entry.nbytes for entry in source.tensors.values()),
@@ -151,14 +151,56 @@ def facts(
         "tp": tp,
         "ranks": ranks,
         "kv": kv,
-        "kv_bytes_per_token": token,
-        "state_bytes": state,
+        "kv_bytes_per_token": kv_bytes_per_token(config, tp, kv),
+        "state_bytes": state_bytes(config, tp),
         "max_context": context,
-        "card_bytes_needed": heaviest + token * context + state,
-        "fits_32_gb_card": heaviest + token * context + state < CARD_BYTES,
+        **card,
         "notices": result.notices,
         "dropped": result.dropped,
         "tensors": _tensors(manifest, config, result.made),
+    }
+
+
+def _card(
+    config: ModelConfig, tp: int, kv: str, weights: int, context: int, manifest: Manifest, path: Path
+) -> dict[str, Any]:
+    """One rank's card with one lane: the parts of its memory as the server plans them, and the longest context that fits."""
+    from ..runtime.engine.cuda.fitness import needs_of
+    from ..runtime.engine.cuda.plan import MARGIN, Demand, longest_context, plan_memory
+    from ..runtime.engine.pages import pages_for
+    from ..runtime.images.processor import ImageProcessor
+
+    missing = [str(need) for need in needs_of(config, tp) if not need.met]
+    if missing:
+        needed = weights + kv_bytes_per_token(config, tp, kv) * context + state_bytes(config, tp)
+        return {
+            "card_memory": {}, "card_bytes_needed": needed, "fits_32_gb_card": needed < CARD_BYTES,
+            "longest_context_32_gb": None, "missing_kernels": missing,
+        }  # fmt: skip
+    vision, patches, tower = config.vision, 0, 0
+    if vision is not None:
+        processor = ImageProcessor.read(path, vision)
+        patches = processor.max_pixels // processor.patch**2
+        groups = {name: spec.group for name, spec in inventory(config).items()}
+        from ..checkpoint.writer import Planned
+
+        tower = sum(
+            Planned(name, record.dtype, tuple(record.shape)).nbytes
+            for name, record in manifest.tensors.items()
+            if groups[record.weight] == "vision"
+        )
+    demand = Demand(
+        config, tp, weights, kv, 1, PLANNED_DRAFTS if config.mtp_layers else 0, PLANNED_CHUNK, vision=tower,
+        picture_patches=patches, shared_heads=False,
+    )  # fmt: skip
+    memory = plan_memory(demand, context, pages_for(context))
+    limit = config.text.max_position_embeddings
+    return {
+        "card_memory": memory.parts,
+        "card_bytes_needed": memory.total,
+        "fits_32_gb_card": memory.total + MARGIN <= CARD_BYTES,
+        "longest_context_32_gb": longest_context(demand, CARD_BYTES - MARGIN, limit),
+        "missing_kernels": [],
     }
 
 
@@ -200,11 +242,16 @@ def _print(found: dict[str, Any]) -> None:
     print(
         f"KV ({found['kv']}): {found['kv_bytes_per_token']:,} bytes a token; state {state:,.2f} MB a sequence; per rank"
     )
+    if found["missing_kernels"]:
+        print(f"the CUDA engine has no kernels for this model: {'; '.join(found['missing_kernels'])}")
+    for name, nbytes in found["card_memory"].items():
+        if nbytes:
+            print(f"  {name:<13} {nbytes / 1e9:8.3f} GB a card")
     verdict = "fits" if found["fits_32_gb_card"] else "does not fit"
-    needed = found["card_bytes_needed"] / 1e9
+    longest = found["longest_context_32_gb"]
     print(
-        f"one sequence of {found['max_context']:,} positions needs {needed:,.2f} GB a card before workspace: "
-        f"{verdict} a 32 GB card"
+        f"one sequence of {found['max_context']:,} positions needs {found['card_bytes_needed'] / 1e9:,.2f} GB a card: "
+        f"{verdict} a 32 GB card" + (f"; the longest context that fits is {longest:,}" if longest is not None else "")
     )
 
 

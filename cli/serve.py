@@ -21,17 +21,44 @@ EXAMPLE = """examples:
 
 def server_options() -> list[Option]:
     return [
-        Option("backend", str, "auto, reference or scripted:FILE (default: auto)"),
-        Option("max-context", _integer(2), "tokens of prompt and answer together (default: the model's, up to 32768)"),
+        Option("backend", str, "auto (cards that fit, else the reference), cuda, reference or scripted:FILE"),
+        Option(
+            "devices",
+            _devices,
+            "cards of the ranks, by number as the driver's tool lists them (default: the first ones); cpu: the kernels' "
+            "torch references, slow, for tests",
+            metavar="N[,N]",
+        ),
+        Option(
+            "max-context",
+            _context,
+            "tokens of prompt and answer together, or auto: the longest that fits the cards (default: auto on cards, else "
+            "the model's, up to 32768)",
+            metavar="N",
+        ),
+        Option("kv", _one_of("int8", "fp16"), "keys and values on cards: int8 or fp16 (default: int8)"),
+        Option("graphs", _one_of("on", "off"), "replay rounds as captured graphs, on cards (default: on)"),
+        Option(
+            "collective",
+            _one_of("auto", "host", "ipc", "nccl"),
+            "sums between two cards: tried and timed at start (auto), or through host memory, peer memory, NCCL",
+        ),
+        Option(
+            "draft-window",
+            _integer(0),
+            "tokens of context that drafting looks at, on cards; 0: all (default: 0)",
+        ),
         Option("lanes", _integer(1, 4), "answers made at once, 1 to 4 (default: 1)"),
         Option("drafts", _integer(0, 5), "tokens drafted a round, 0 to 5 (default: 3)"),
         Option(
-            "draft-head", _draft_head, "draw drafts with the recipe's reduced head: auto (if there is one), on, off"
+            "draft-head",
+            _one_of("auto", "on", "off"),
+            "draw drafts with the reduced head: auto (if there is one), on, off",
         ),
         Option(
             "drafts-from", Path, "JSON list of lists: the drafts of each round (for tests)", metavar="FILE", place=True
         ),
-        Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 512)"),
+        Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 2048 for one lane on cards, else 512)"),
         Option(
             "prefix-cache",
             _memory,
@@ -99,9 +126,24 @@ def run(args: argparse.Namespace) -> int:
     return serve(ServeOptions(**given, quiet=args.quiet))
 
 
-def _draft_head(text: str) -> str:
-    if text not in ("auto", "on", "off"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of auto, on, off")
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
+        return text
+
+    return parse
+
+
+def _context(text: str) -> int:
+    """Tokens; 0 for `auto`."""
+    return 0 if text == "auto" else _integer(2)(text)
+
+
+def _devices(text: str) -> str:
+    words = text.split(",")
+    if text != "cpu" and not all(word.isdecimal() and len(word) < 5 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor numbers of cards with commas between")
     return text
 
 

@@ -48,8 +48,12 @@ class DeviceBlock(_OnDevice):
         """Raises EnvironmentFault if the memory or the handle cannot be had."""
         super().__init__(device)
         self.address = int(self._inside("cuMemAlloc", nbytes, what=f"allocating {nbytes} bytes"))
-        self._inside("cuMemsetD8", self.address, 0, nbytes)
-        handle = self._inside("cuIpcGetMemHandle", self.address, what="sharing memory between processes")
+        try:
+            self._inside("cuMemsetD8", self.address, 0, nbytes)
+            handle = self._inside("cuIpcGetMemHandle", self.address, what="sharing memory between processes")
+        except EnvironmentFault:
+            self.close()
+            raise
         self.handle = ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def close(self) -> None:

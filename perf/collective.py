@@ -122,7 +122,9 @@ def work(twin: Twin) -> None:
         if way == "nccl":
             twin.say(facts={"NCCL": ".".join(map(str, version()))})
             for tokens in TOKENS:
-                twin.say(way="all-reduce", message=_sum(tokens), microseconds=_all_reduce(meet, device, tokens) * 1e6)
+                twin.say(
+                    way="all-reduce", message=sum_name(tokens), microseconds=_all_reduce(meet, device, tokens) * 1e6
+                )
         collective.check()
         meet()
         collective.close()
@@ -136,14 +138,15 @@ def _open(way: str, twin: Twin, device: torch.device) -> MailboxDevice | NcclDev
     return open_mailbox("ipc" if way == "ipc" else "host", twin.mailbox, device, BUDGET_SECONDS)
 
 
-def _sum(tokens: int) -> str:
+def sum_name(tokens: int) -> str:
+    """A reduction as the table calls it."""
     return f"sum {tokens * HIDDEN * 2 >> 10} KB ({tokens} token{'s' * (tokens > 1)})"
 
 
 def _times(
     way: str, collective: MailboxDevice | NcclDevice, meet: Meet, device: torch.device
 ) -> list[tuple[str, float]]:
-    found = [(_sum(tokens), reduce_seconds(collective, meet, device, tokens, HIDDEN)) for tokens in TOKENS]
+    found = [(sum_name(tokens), reduce_seconds(collective, meet, device, tokens, HIDDEN)) for tokens in TOKENS]
     for late in LATE:
         name = f"  skew of {late * 1e6:.0f} us adds, at 40 KB"
         found.append((name, skew_seconds(collective, meet, device, 4, late, HIDDEN)))

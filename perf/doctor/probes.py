@@ -2,7 +2,11 @@
 
 import os
 import platform
+import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +18,8 @@ from .disk import measure_disk
 from .facts import Card, Host, Link, Load, Software
 from .nvml import Nvml
 
+DRIVER_SECONDS = 60.0  # a card that wakes up takes a few
+Result = TypeVar("Result")
 _PCI = Path("/sys/bus/pci/devices")
 _SHM = Path("/dev/shm")
 _MEMINFO = Path("/proc/meminfo")
@@ -26,12 +32,22 @@ _VOLTA = "compute_70"
 class MachineProbes:
     """Probes of this machine."""
 
-    def __init__(self) -> None:
-        self._nvml = Nvml()
+    def __init__(self, seconds: float = DRIVER_SECONDS) -> None:
+        self._seconds = seconds
+        self._nvml: Nvml | None = None
 
     def cards(self) -> tuple[list[Card], str | None]:
-        cards = self._nvml.cards() or _torch_cards()
-        return cards, None if cards else self._nvml.reason
+        """Asked in a thread of its own that is left behind if the driver hangs."""
+        try:
+            return within(self._seconds, self._ask)
+        except TimeoutError:
+            return [], f"the driver gives no answer within {self._seconds:g} s: see `dmesg`, and restart"
+
+    def _ask(self) -> tuple[list[Card], str | None]:
+        library = Nvml()
+        cards = library.cards() or _torch_cards()
+        self._nvml = library
+        return cards, None if cards else library.reason
 
     def software(self) -> Software:
         return Software(
@@ -39,7 +55,7 @@ class MachineProbes:
             torch=str(torch.__version__),
             torch_cuda=torch.version.cuda,
             torch_arches=torch_arches(),
-            driver=driver_version() or self._nvml.driver(),
+            driver=driver_version() or (self._nvml.driver() if self._nvml else None),
             **_nvrtc(),  # type: ignore[arg-type]
             nccl=_nccl_version(),
             nccl_arches=nccl_arches(),
@@ -64,7 +80,28 @@ class MachineProbes:
         return children.link(first, second)
 
     def load(self, cards: list[Card], seconds: float) -> Load:
-        return children.load(cards, seconds, self._nvml.sample)
+        sample = self._nvml.sample if self._nvml else lambda card, passed: None
+        return children.load(cards, seconds, sample)
+
+
+def within(seconds: float, function: Callable[[], Result]) -> Result:
+    """Its result. Raises TimeoutError if there is none in time: the thread then goes on by itself, and dies with the process."""
+    found: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(function())
+        except Exception as error:  # raised where the answer is waited for
+            found.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer = found.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def torch_arches() -> list[str]:

@@ -197,7 +197,7 @@ class Engine:
             prompt = len(request.prompt)
             prefix = self._find(waiting)
             claim = None
-            if prefix is not None:
+            if prefix is not None:  # it may yet have to make room itself, once the lane has what it needs of it
                 claim = self._claims.claim(index, prompt, prompt + limit, prefix)
             if claim is None:  # the pages that a prefix would have to be copied from may be those that are needed
                 prefix, claim = None, self._claims.claim(index, prompt, prompt + limit)
@@ -217,7 +217,10 @@ class Engine:
         """What is kept of the request's prompt; nothing where all of it must be read for its scores."""
         if self.prefixes is None or waiting.request.echo_logprobs:
             return None
-        return self.prefixes.find(waiting.content, len(waiting.request.prompt))
+        prefix = self.prefixes.find(waiting.content, len(waiting.request.prompt))
+        if prefix is not None:
+            self.prefixes.use(prefix)
+        return prefix
 
     def _open(self, lane: Lane, claim: Claim, prefix: Prefix | None, content: Content) -> None:
         self.executor.open(lane)
@@ -227,7 +230,6 @@ class Engine:
             lane.content = content
         if prefix is not None and self.prefixes is not None:
             self.executor.load(lane, prefix.state)
-            self.prefixes.use(prefix)
             lane.prefixes.append(prefix.name)
             lane.read = prefix.length
         self._lanes[lane.index] = lane

@@ -1,6 +1,7 @@
 """The model, top to bottom, on a flat batch of tokens from several lanes. Residual stream and sums in float32."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from .states import Trail
 from .weights import AttentionWeights, DeltaWeights, LayerWeights, ModelWeights, Projection
 
 Angles = tuple[Tensor, Tensor]
+Observe = Callable[[int, Tensor], None]  # number of a layer, and its output [T, hidden], which is not to be kept
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Model:
         self._collective = collective
         self._draft_head = weights.draft_head if draft_head else None
         self._draft_ids: Tensor | None = None
+        self.observe: Observe | None = None
         self._rope_table = ops.rope_table(max_context, frequencies)
         self._rope_axes = ops.mrope_axes(len(frequencies), list(text.mrope_section))
 
@@ -79,8 +82,10 @@ class Model:
         """Run the batch through all layers: the hidden states after the final norm, float32 [T, hidden]."""
         x = self._embed(batch)
         angles = self._angles(batch)
-        for layer in self.weights.layers:
+        for number, layer in enumerate(self.weights.layers):
             x = self._layer(layer, x, batch, angles, cache, cache.kv)
+            if self.observe is not None:
+                self.observe(number, x)
         return ops.rms_norm(x, self.weights.norm, self.eps)
 
     def draft(self, batch: Batch, hidden: Tensor, cache: Cache) -> Tensor:

@@ -71,7 +71,8 @@ class PrefixCache:
 
     def find(self, content: Content, length: int) -> Prefix | None:
         """The longest prefix of the text's first `length` tokens."""
-        for whole in range(length // PAGE, -1, -1):
+        levels = {prefix.length // PAGE for prefix in self._kept.values()}
+        for whole in sorted((level for level in levels if level <= length // PAGE), reverse=True):
             ends = self._ends.get(content.pages(whole), {})
             for end in sorted(ends, reverse=True):
                 if end <= length and (prefix := ends[end].get(content.name(end))):
@@ -83,9 +84,13 @@ class PrefixCache:
         self._kept.move_to_end(prefix.name)
 
     def wanted(self, lane: Lane) -> bool:
-        """True where the prompt's state is worth saving: at its end, where the request says, and every so often."""
-        read = lane.read
-        return read == len(lane.request.prompt) or read in lane.request.checkpoints or read % self.interval == 0
+        """True where the prompt's state is worth saving: at its end, where the request says, and every so often.
+
+        A prompt of very many intervals leaves some out, so that it takes no more than half of all places by itself.
+        """
+        read, length = lane.read, len(lane.request.prompt)
+        intervals = -(-length // (self.interval * max(1, self.states // 2)))
+        return read == length or read in lane.request.checkpoints or read % (self.interval * intervals) == 0
 
     def keep(self, lane: Lane) -> None:
         """Save the lane's present state, if nobody has saved the same, and keep the pages of its tokens."""

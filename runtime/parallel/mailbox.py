@@ -73,6 +73,14 @@ class Mailbox:
             self.step += 1
         return theirs.view(np.float32)
 
+    def meet(self, seconds: float) -> None:
+        """Wait for the peer, up to `seconds`: it may take longer to load than any exchange may last. Raises MailboxTimeout."""
+        usual, self.timeout_seconds = self.timeout_seconds, seconds
+        try:
+            self.exchange(np.zeros(1, np.float32))
+        finally:
+            self.timeout_seconds = usual
+
     def _begin_step(self) -> None:
         self._stale = self._drop = False
         if self._fault is not None and self._fault.due(self.rank, self.step):

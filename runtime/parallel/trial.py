@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...checkpoint.errors import DuovoltError
-from .device import MAX_REDUCE_BYTES, DeviceCollective
+from ...kernels import mailbox as ops
+from ...kernels import norm
+from .device import MAX_REDUCE_BYTES, DeviceCollective, NormingCollective
 from .timing import Meet
 
 SIZES = (2, 4, 6, 30, 62, 64, 66, 128, 254, 512, 1022, 1024, 1026, 2560, 5118, 5120)
@@ -23,6 +26,8 @@ LARGE = (210, 5120)  # 2 MB: some builds of NCCL fail from 512 KB on only
 GATHERS = ((1, 1), (1, 2), (4, 3), (24, 2), (1, 513), (4, 4096), (1, 124160), (4, 124160))
 _MODULUS = 2003  # sums of two stay below 2^12: exact in fp16 and in any order
 CAPTURE_SECONDS = 60.0
+CLOCK_SECONDS = 0.02
+EPS = 1e-6
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -88,6 +93,19 @@ class Trial:
         expected = parts[0].float() + parts[1].float()
         self.wrong += (out.view(torch.int32) != expected.view(torch.int32)).any()
 
+    def norm_once(self, collective: NormingCollective, seed: int) -> None:
+        """A sum that goes on to residual and norm in one kernel, against the two that it stands for, bit for bit."""
+        shape, columns = (4, HIDDEN), HIDDEN
+        part = floats(shape, seed, collective.rank).to(self.device).clamp(-1e4, 1e4)
+        weight = torch.linspace(-0.5, 0.5, columns, device=self.device)
+        streams = [torch.linspace(-3, 3, 4 * columns, device=self.device).view(shape) for _ in range(2)]
+        out, delta = torch.zeros(shape, dtype=torch.float16, device=self.device), torch.empty(shape, device=self.device)
+        collective.reduce_norm(part, streams[0], weight, EPS, out, None)
+        collective.reduce(part, delta)
+        expected = norm.rms_norm(streams[1], weight, EPS, delta=delta)
+        self.wrong += (out.view(torch.int16) != expected.view(torch.int16)).any()
+        self.wrong += (streams[0].view(torch.int32) != streams[1].view(torch.int32)).any()
+
     def every_size(self) -> None:
         """Each size once; may be captured."""
         for shape in shapes():
@@ -101,6 +119,27 @@ class Trial:
             torch.cuda.current_stream(self.device).synchronize()
         self.collective.check()
         return int(self.wrong.item())
+
+
+def clock_fault(seconds_taken: Callable[[float], float]) -> str | None:
+    """None if the card's clock, by which waits are bounded, goes as fast as this one; else what it does.
+
+    `seconds_taken(seconds)` has the card wait by its clock and says how long that took by ours.
+    """
+    seconds_taken(1e-6)  # loads the kernel
+    taken = min(seconds_taken(CLOCK_SECONDS) for _ in range(3))
+    if 0.9 * CLOCK_SECONDS <= taken <= 1.5 * CLOCK_SECONDS:
+        return None
+    return f"the card takes {1e3 * taken:.1f} ms for {1e3 * CLOCK_SECONDS:g} ms: its clock cannot bound a wait"
+
+
+def _lingering(device: torch.device, seconds: float) -> float:
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
+    begin = time.perf_counter()
+    ops.linger(seconds, device)
+    stream.synchronize()
+    return time.perf_counter() - begin
 
 
 def replayer(action: Callable[[], None], device: torch.device) -> Callable[[], object]:
@@ -129,6 +168,8 @@ def try_collective(
     trial = Trial(collective, device)
     each = len(shapes())
     try:
+        if device.type == "cuda" and (late := clock_fault(partial(_lingering, device))):
+            return late
         for number in range(-(-rounds // each)):
             for shape in shapes():
                 trial.reduce_once(shape)
@@ -142,8 +183,11 @@ def try_collective(
             return f"{found} exchanges of integers were wrong"
         for seed, shape in enumerate(shapes()):
             trial.floats_once(shape, seed)
+        if isinstance(collective, NormingCollective):
+            for seed in range(3):
+                trial.norm_once(collective, seed)
         if found := trial.settle():
-            return f"{found} of {each} sums of floats were wrong"
+            return f"{found} exchanges of floats were wrong"
         begin = time.monotonic()
         replay = replayer(trial.every_size, device)
         meet()

@@ -6,6 +6,7 @@ What they find they say line by line, so that a child that hangs or dies has sti
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import selectors
@@ -17,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...checkpoint.errors import DuovoltError
+from ...checkpoint.errors import DuovoltError, EnvironmentFault
 from .mailbox import Mailbox
+from .owner import owner_is_dead
 from .region import Region, region_bytes
 from .shared import SharedFile
 
 TRUSTED, DISTRUSTED = "trusted", "distrusted"  # switches of the probe
+_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 5.0
 _KEPT = 2000  # characters of a child's last words
 
@@ -129,13 +132,10 @@ class Twin:
 
 def be_twin(action: Callable[[Twin], None], timeout_seconds: float) -> int:
     """The main program of a child: its exit code. It dies with its parent."""
-    import ctypes
-
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if parent == 1:
-        return 3
     name, rank, device, *arguments = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if owner_is_dead(name):  # it died before the tie was made
+        return EnvironmentFault.exit_code
     region = Region(SharedFile.attach(name).memory)
     try:
         action(Twin(int(rank), device, Mailbox(region, int(rank), timeout_seconds), arguments))

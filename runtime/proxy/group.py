@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ _LOADING_NEWS_SECONDS = 5.0
 _LOADING_LOOK_SECONDS = 0.5
 _LONGEST_LOAD_SECONDS = 3600.0  # the largest model of the family from a slow disk takes a tenth of it
 # What the ranks say of their engines must be the same where it decides what a step does.
-_AGREED_FACTS = ("kv", "kv_pages", "draft_head", "collective", "max_context", "drafts", "lanes", "graphs", "attention")
+_AGREED_FACTS = ("kv", "kv_pages", "prefix_cache", "draft_head", "draft_window", "collective", "graphs", "attention")
 _READABLE = int(zmq.POLLIN)  # the plain number: arithmetic of flags costs more than the question
 
 
@@ -177,14 +177,23 @@ class RankGroup:
             drafts=plan.drafts,
             draft_head=plan.options.draft_head,
             drafts_from=None if plan.options.drafts_from is None else plan.options.drafts_from.absolute(),
-            prefill_chunk=plan.options.prefill_chunk,
+            prefill_chunk=plan.prefill_chunk,
             prefix_bytes=plan.options.prefix_cache,
             prefix_interval=plan.options.prefix_interval,
             sampleable=plan.tokenizer.size,
             exchange_seconds=plan.exchange_seconds,
             ends=",".join(map(str, plan.tokenizer.stop_ids)),
+            kv=plan.options.kv,
+            graphs=plan.options.graphs,
+            draft_window=plan.options.draft_window,
+            collective="" if plan.way is None else plan.way.argument,
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
+        if (cards := plan.cards) is not None:
+            options = replace(options, pages=cards.pages)
+            if cards.uuids:  # every rank sees all the cards in use, and no others, in rank order: peers must be visible
+                environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.uuids)}
+                options = replace(options, device=f"cuda:{rank}", cpus=",".join(map(str, cards.near[rank])))
         if not self._first:  # a door opens once: the restarted ranks must be able to serve
             for door in DOORS:
                 environment.pop(door, None)

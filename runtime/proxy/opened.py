@@ -31,6 +31,7 @@ class OpenRequest:
     admitted: float | None = None
     first: float | None = None
     last: float | None = None
+    cached: int = 0
     tokens: int = 0
     proposed: int = 0
     accepted: int = 0
@@ -41,7 +42,7 @@ class OpenRequest:
         """Take an event of the ranks into account."""
         self.stop_waiting()  # every event, an error too, says that the ranks have taken the request up
         if event.admitted:
-            self.admitted = now
+            self.admitted, self.cached = now, event.cached_tokens
         if event.tokens:
             if self.first is None:
                 self.first = now
@@ -71,6 +72,7 @@ class OpenRequest:
             "outcome": self.outcome,
             "finish": self.finish,
             "prompt_tokens": len(self.request.prompt),
+            "cached_tokens": self.cached,
             "completion_tokens": self.tokens,
             "queue_ms": None if self.admitted is None else round(1000 * (self.admitted - self.started), 3),
             "first_token_ms": None if self.first is None else round(1000 * (self.first - self.started), 3),

@@ -10,18 +10,25 @@ from pathlib import Path
 class ServeOptions:
     """As `duovolt serve --help` tells.
 
-    `prefix_cache`: bytes; 0 keeps no prefixes.
-    `max_context` None means the model's own limit, at most 32768; `log_requests` of "-" is standard output.
+    `max_context` 0 is `auto`: on cards the longest that fits, else as None, the model's own limit, at most 32768 (on cards
+    None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no
+    prefixes. `prefill_chunk` None: 2048 tokens for one lane on cards, else 512.
+    `log_requests` of "-" is standard output.
     """
 
     ranks: Path
     backend: str = "auto"
     max_context: int | None = None
+    devices: str | None = None
+    kv: str = "int8"
+    graphs: str = "on"
+    draft_window: int = 0
+    collective: str = "auto"
     lanes: int = 1
     drafts: int = 3
     draft_head: str = "auto"
     drafts_from: Path | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     prefix_cache: int = 2 << 30
     prefix_interval: int = 8192
     host: str = "127.0.0.1"

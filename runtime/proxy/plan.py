@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from ...checkpoint.directory import read_json
-from ...checkpoint.errors import InputError
+from ...checkpoint.errors import EnvironmentFault, InputError
 from ...checkpoint.manifest import has_manifest, read_manifest
 from ...model.config import ModelConfig
+from ..parallel.choice import Choice, Wish, choose
 from ..rank.backends import Backend, choose_backend
 from ..rank.identity import RankIdentity, check_ranks, find_ranks
+from ..rank.preflight import Settled, Wishes, card_seen, preflight
 from .key import KeyRing, read_keys
 from .options import ServeOptions
 from .origins import check_origins
@@ -23,12 +26,18 @@ from .tls import check_tls
 from .tokenizer import TextTokenizer
 
 DEFAULT_CONTEXT = 32768
+CHUNK, LONE_CHUNK = 512, 2048
 _EXCHANGE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """`identity` is that of rank 0; all ranks agree with it but for the number. `pictures` None: text only."""
+    """`identity` is that of rank 0; all ranks agree with it but for the number. `pictures` None: text only.
+
+    cards   what was settled for the CUDA backend; None for the others
+    way     what was chosen between two cards
+    notice  why `auto` did not take the cards of this machine
+    """
 
     options: ServeOptions
     backend: Backend
@@ -41,10 +50,17 @@ class ServePlan:
     template: ChatTemplate
     keys: KeyRing
     pictures: PictureReader | None = None
+    cards: Settled | None = None
+    way: Choice | None = None
+    notice: str = ""
 
     @property
     def size(self) -> int:
         return len(self.directories)
+
+    @property
+    def prefill_chunk(self) -> int:
+        return chunk_of(self.options, on_cards=self.cards is not None and bool(self.cards.uuids))
 
     @property
     def exchange_seconds(self) -> float:
@@ -57,6 +73,13 @@ class ServePlan:
         return min(15.0, self.options.watchdog_seconds / 2)
 
 
+def chunk_of(options: ServeOptions, *, on_cards: bool) -> int:
+    """Prompt tokens a step: as asked for; large where nobody waits for the step's end but the prompt itself."""
+    if options.prefill_chunk is not None:
+        return options.prefill_chunk
+    return LONE_CHUNK if on_cards and options.lanes == 1 else CHUNK
+
+
 def make_plan(options: ServeOptions) -> ServePlan:
     """Raises InputError or EnvironmentFault with one message if the server could not work."""
     check_origins(options.cors_origin)
@@ -67,7 +90,7 @@ def make_plan(options: ServeOptions) -> ServePlan:
     identity = check_ranks(directories, scripted)[0]
     config = _model_config(directories[0], scripted)
     limit = DEFAULT_CONTEXT if config is None else config.text.max_position_embeddings
-    if options.max_context is not None and options.max_context > limit:
+    if options.max_context and options.max_context > limit:
         raise InputError(f"--max-context {options.max_context}: the model's limit is {limit}.")
     if options.draft_head == "on" and not scripted and (config is None or not config.text.draft_rows):
         raise InputError(
@@ -85,19 +108,50 @@ def make_plan(options: ServeOptions) -> ServePlan:
         )
     if options.drafts_from is not None:
         _check_drafts(options.drafts_from, tokenizer)
+    backend, cards, notice = _settle(backend, options, directories, drafts)
     return ServePlan(
         options,
         backend,
         directories,
         identity,
-        options.max_context or min(limit, DEFAULT_CONTEXT),
+        (options.max_context or min(limit, DEFAULT_CONTEXT)) if cards is None else cards.max_context,
         drafts,
         identity.source or options.ranks.absolute().name,
         tokenizer,
         ChatTemplate(directories[0], tokenizer),
         KeyRing(read_keys(options.api_key_file)),
         PictureReader.of(directories[0], config, tokenizer, options.allow_image_urls),
+        cards,
+        choose(cast(Wish, options.collective), cards.uuids) if cards is not None and len(cards.uuids) == 2 else None,
+        notice,
     )
+
+
+def _settle(
+    backend: Backend, options: ServeOptions, directories: list[Path], drafts: int
+) -> tuple[Backend, Settled | None, str]:
+    """The backend, what was settled for its cards, and why `auto` did not take them."""
+    on_cpu = options.devices == "cpu"
+    if backend.name not in ("auto", "cuda") or (backend.name == "auto" and not (card_seen() or options.devices)):
+        if options.devices is not None and backend.name != "scripted":
+            raise InputError(f"--devices {options.devices}: the {backend.name} backend uses no cards. Leave it out.")
+        return (Backend("reference") if backend.name == "auto" else backend), None, ""
+    wishes = Wishes(
+        directories=[str(path) for path in directories],
+        devices=None if options.devices is None or on_cpu else [int(word) for word in options.devices.split(",")],
+        on_cpu=on_cpu,
+        kv=options.kv,
+        lanes=options.lanes,
+        drafts=drafts,
+        prefill_chunk=chunk_of(options, on_cards=not on_cpu),
+        max_context=options.max_context or None,
+    )
+    found = preflight(wishes)
+    if isinstance(found, Settled):
+        return Backend("cuda"), found, ""
+    if backend.name == "auto" and found.unfit and options.devices is None:
+        return Backend("reference"), None, found.message
+    raise (EnvironmentFault if found.exit_code == EnvironmentFault.exit_code else InputError)(found.message)
 
 
 def _model_config(directory: Path, scripted: bool) -> ModelConfig | None:

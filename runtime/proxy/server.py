@@ -45,6 +45,7 @@ class _HttpServer(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
+    _tell_plan(plan)
     sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     log = None if options.log_requests is None else LogFile(options.log_requests)
@@ -59,6 +60,22 @@ def serve(options: ServeOptions) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _tell_plan(plan: ServePlan) -> None:
+    """Before anything is loaded: the cards and their memory, part by part; or why there are none."""
+    lines = [f"backend auto: reference, because: {plan.notice}"] if plan.notice else []
+    if plan.cards is not None:
+        numbers = ", ".join(map(str, plan.cards.numbers))
+        lines.append(f"{f'card {numbers}: ' if numbers else ''}{plan.cards.card}; memory a rank:")
+        lines += plan.cards.plan
+        if plan.options.prefix_cache:
+            lines.append(f"  beside it {plan.options.prefix_cache / 1e9:.3f} GB of the host's memory for kept prefixes")
+    if plan.way is not None:
+        lines.append(f"between the cards: {plan.way}")
+    if not plan.options.quiet:
+        for line in lines:
+            print(f"duovolt serve: {line}", file=sys.stderr, flush=True)
 
 
 class _Server:
@@ -135,6 +152,7 @@ class _Server:
         choices = {
             "model": plan.model_id,
             "backend": plan.backend.name,
+            "devices": None if plan.cards is None else ",".join(map(str, plan.cards.numbers)) or "cpu",
             "ranks": plan.size,
             "conversion": plan.identity.conversion_id,
             "recipe": plan.identity.recipe,
@@ -143,7 +161,7 @@ class _Server:
             **facts,
             "lanes": options.lanes,
             "max_context": plan.max_context,
-            "prefill_chunk": options.prefill_chunk,
+            "prefill_chunk": plan.prefill_chunk,
             "max_waiting": options.max_waiting,
             "max_wait_seconds": f"{options.max_wait_seconds:g}",
             "watchdog_seconds": f"{options.watchdog_seconds:g}",

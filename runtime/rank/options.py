@@ -9,7 +9,9 @@ from pathlib import Path
 @dataclass(frozen=True)
 class RankOptions:
     """`exchange_seconds` bounds every wait for the twin; `sampleable` is the number of ids that the tokenizer can emit;
-    `ends` are those that end an answer, with commas between."""
+    `ends` are those that end an answer, with commas between. Of the CUDA backend: `device`, `kv`, `graphs`,
+    `draft_window`; `pages` of the pool, 0: enough for every lane; `cpus` near the card, with commas between; `collective`:
+    the argument of the chosen way between two cards, empty: the mailbox in host memory."""
 
     dir: Path
     rank: int
@@ -27,6 +29,13 @@ class RankOptions:
     drafts_from: Path | None = None
     ends: str = ""
     draft_head: str = "auto"
+    device: str = "cpu"
+    kv: str = "int8"
+    graphs: str = "on"
+    draft_window: int = 0
+    collective: str = ""
+    pages: int = 0
+    cpus: str = ""
     prefix_bytes: int = 0
     prefix_interval: int = 8192
 
@@ -34,6 +43,6 @@ class RankOptions:
         """The command line after `duovolt rank`."""
         words: list[str] = []
         for name, value in vars(self).items():
-            if value is not None:
+            if value is not None and value != "":
                 words += [f"--{name.replace('_', '-')}", str(value)]
         return words

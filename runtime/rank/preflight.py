@@ -24,7 +24,7 @@ _SIGNS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/de
 class Wishes(msgspec.Struct, frozen=True):
     """What the server is to do. `devices`: numbers of cards, None: the first ones; `on_cpu`: kernels' torch references.
 
-    `max_context` None: the longest that fits. `prefix_cache` in bytes on each card.
+    `max_context` None: the longest that fits.
     """
 
     directories: list[str]
@@ -35,7 +35,6 @@ class Wishes(msgspec.Struct, frozen=True):
     drafts: int
     prefill_chunk: int
     max_context: int | None
-    prefix_cache: int = 0
 
 
 class Settled(msgspec.Struct, frozen=True):

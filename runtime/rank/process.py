@@ -86,7 +86,6 @@ def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
     engine, facts = build_engine(options, mailbox)
     progress = ProgressCounter(region, options.rank)
     progress.tick(busy=False)
-    facts["collective"] = "solo" if mailbox is None else "mailbox-cpu"
     _say(socket, encode(Ready(options.rank, facts)), fault, options.rank, stage=1)
     return RankLoop(engine, logged(lockstep, options.shared, options.rank), socket, progress)
 

@@ -77,7 +77,6 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         drafts=wishes.drafts,
         chunk=wishes.prefill_chunk,
         vision=max(plan.vision for plan in plans),
-        prefix_cache=wishes.prefix_cache,
         picture_patches=patches,
         shared_heads=not cards or cards[0].capability >= SHARED_HEADS,
     )

@@ -139,6 +139,19 @@ def test_edges_follow_from_the_text_and_not_from_where_reading_begins(
     assert edges == sorted(wanted)
 
 
+def test_a_very_long_prompt_does_not_push_everything_else_out() -> None:
+    """Seven intervals and three states beside: every third interval is kept."""
+    made, _ = engine(prefix_bytes=6)
+    short = request(1, 100)
+    for one in (short, request(2, 60000), request(3, 200)):
+        made.add(one)
+        while made.has_work():
+            made.step()
+    assert made.prefixes is not None
+    assert [prefix.length for prefix in made.prefixes] == [100, 24576, 49152, 60000, 200]
+    assert made.prefixes.evicted == 0
+
+
 def test_the_engine_keeps_and_finds_prefixes_of_any_executor() -> None:
     """32K tokens, kept at every 8192: what comes back is read from there."""
     made, executor = engine(prefix_bytes=100)

@@ -79,6 +79,18 @@ def test_forced_drafts_that_the_grammar_forbids_change_nothing(tools, tokenizer)
     assert sum(event.accepted for event in run.events[1]) >= 3
 
 
+def test_a_grammar_begins_anew_behind_a_prefix_that_was_kept(tools, tokenizer) -> None:
+    source = tools.source(seed=3, vocab_size=VOCABULARY)
+    settings = {"tokenizer": tokenizer, "drafts": 3, "n_sampleable": make_tokenizer().get_vocab_size()}
+    engine = tools.engine(source, prefix_bytes=1 << 30, pages=16, **settings)
+    for number in range(3):
+        asked = tools.request(number, PROMPT * 20, 120, stop_ids=(END,), grammar=grammar(), checkpoints=[70])
+        run = tools.drive(engine, asked)
+        assert run.events[number][0].cached_tokens == (len(asked.prompt) if number else 0)
+        assert run.tokens[number] == tools.drive(tools.engine(source, **settings), asked).tokens[number]
+        read(run.tokens[number])
+
+
 def test_sampled_answers_are_always_in_the_grammar(tools, tokenizer) -> None:
     found = [answer(tools, tokenizer, seed=seed, drafts=3).tokens[1] for seed in range(12)]
     assert len({json.dumps(read(tokens)) for tokens in found}) > 3

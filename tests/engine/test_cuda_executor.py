@@ -64,9 +64,10 @@ def apart(run, other) -> float:
     return worst
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
-@pytest.mark.parametrize("kind", ["greedy", "plain", "cut"])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "drafts", "int8"),
+    [("greedy", 0, False), ("greedy", 3, True), ("plain", 3, False), ("cut", 0, True), ("cut", 3, False)],
+)
 def test_scores_are_the_references(tools, encoded, device, kind, drafts, int8):
     """They differ by what fp16 and int8 round; seen: 0.005 and 0.02."""
     ask = tools.request(1, PROMPT, 8, sampling=wishes(kind, logprobs=3, logit_bias={4: -2.0, 9: 1.5}))
@@ -132,7 +133,7 @@ def test_given_drafts_leave_the_plain_paths_state(tools, encoded, device):
         for name in ("states", "histories"):
             for own, wanted in zip(getattr(state, name), getattr(states[length], name), strict=True):
                 assert torch.equal(own, wanted), (length, name)
-        assert torch.equal(state.hidden, states[length].hidden), length
+        assert torch.equal(state.hidden[-1], states[length].hidden[-1]), length
 
 
 def test_lanes_do_not_meet(tools, encoded, device):
@@ -191,6 +192,24 @@ def test_a_saved_state_is_where_it_was(tools, encoded, device):
             assert abs(outcome.logprobs[0].logprob - scores(wanted)[0].logprob) < 0.02
         else:
             assert outcome.tokens == wanted.tokens[1][:1] and outcome.logprobs == scores(wanted)[:1]
+
+
+def test_kept_prefixes_change_no_answer(tools, encoded, device, kind="greedy"):
+    """A talk of four turns, each going on from the last answer, which ended by a stop id or by length."""
+    weights, plain = encoded.cuda(device), {"drafts": 2, "lanes": 2, "max_context": 512}
+    stop = tools.drive(cuda_engine(weights, **plain), tools.request(1, PROMPT * 6, 9, sampling=wishes(kind))).tokens[1][
+        6
+    ]
+    kept, fresh = cuda_engine(weights, prefix_bytes=1 << 30, **plain), cuda_engine(weights, **plain)
+    text, cached = PROMPT * 6, []
+    for turn in range(4):
+        ask = tools.request(turn, text, 9, stop_ids=(stop,) if turn % 2 == 0 else (), sampling=wishes(kind))
+        runs = [tools.drive(engine, ask) for engine in (kept, fresh)]
+        assert runs[0].tokens == runs[1].tokens
+        cached.append(max(event.cached_tokens for event in runs[0].events[turn]))
+        text = [*text, *runs[0].tokens[turn], *PROMPT[:5]]
+    assert cached[0] == 0 and cached == sorted(set(cached))
+    assert cached[1] > 72  # not only the prompt's end: the answer's, too
 
 
 def _keep(engine, lane, saved) -> None:
@@ -376,6 +395,13 @@ def test_what_fp16_cannot_hold_is_counted(tools, encoded, device):
     matrix = torch.full((128, 160), 6e4, dtype=torch.float16, device=device)
     loud = replace(layer, down=HalfWeight.of(matrix), post_norm=torch.full_like(layer.post_norm, 3e4))
     assert _overflows(tools, replace(weights, layers=[loud, *weights.layers[1:]])) > 0
+
+
+def test_overflows_are_said_once(tools, encoded, capsys):
+    executor = cuda_engine(encoded.cuda()).executor
+    for total in (0, 3, 3, 2000, 2_000_000):
+        executor._count(total)
+    assert capsys.readouterr().err.count("did not fit fp16") == 2 and executor.overflows == 2_000_000
 
 
 def _overflows(tools, weights) -> int:

@@ -138,6 +138,18 @@ def test_a_waiting_request_gets_the_pages_of_prefixes(tools, source) -> None:
     assert engine.free_pages + engine.idle_pages == 6
 
 
+def test_what_a_lane_goes_on_from_does_not_make_room_for_it(tools, source) -> None:
+    """Also where it was used longest ago."""
+    engine = caching(tools, source, pages=6, max_context=256)
+    for number in (1, 2):
+        tools.drive(engine, tools.request(number, text(number, 150), 10))
+    assert engine.free_pages == 0
+    longer = tools.request(3, text(1, 150) + text(9, 60), 40)
+    run = tools.drive(engine, longer)
+    assert cached(run.events[3]) == 150 and run.records[0].evicted == 3
+    assert run.tokens[3] == tools.drive(caching(tools, source, prefix_bytes=0), longer).tokens[3]
+
+
 def test_a_lane_takes_pages_as_it_grows_and_lets_prefixes_live(tools, source) -> None:
     """A limit far away costs no prefix: the pages are promised, and taken when they are needed."""
     engine = caching(tools, source, max_context=40 * PAGE, pages=40, prefill_chunk=512)

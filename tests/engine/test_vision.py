@@ -104,7 +104,8 @@ def engine_of(source: Any, collective: Collective, **settings: Any) -> Engine:
     weights = load_weights(source)
     reader, model = tower(weights), Model(weights, collective, CONTEXT)
     shared = {"lanes": settings.pop("lanes", 1), "n_sampleable": 3031, "max_context": CONTEXT}
-    executor = ReferenceExecutor(model, drafts=settings.pop("drafts", 0), tower=reader, **shared)
+    own = {name: settings.pop(name) for name in ("drafts", "pages") if name in settings}
+    executor = ReferenceExecutor(model, **{"drafts": 0, **own}, tower=reader, **shared)
     return Engine(executor, processor=reader.processor, image_token=PAD, **shared, **settings)
 
 
@@ -149,6 +150,28 @@ def test_another_picture_shows_in_the_lockstep_record_and_in_the_states(tools: A
     runs = [tools.drive(engine_of(tiny(), SoloCollective()), request(one)) for one in (placed, other, placed)]
     assert runs[0].records[0] != runs[1].records[0], "one bit of one pixel"
     assert runs[0].records == runs[2].records
+
+
+def test_a_picture_is_found_again_and_another_is_not(tools: Any) -> None:
+    placed = prompt([(160, 128)] * 4)
+    first = placed.images[1]
+    changed = [*placed.images]
+    changed[1] = ImageInput(first.start, first.height, first.width, bytes([first.pixels[0] ^ 1]) + first.pixels[1:])
+    edge = placed.images[3].start + 7  # in the middle of the last picture
+    engine = engine_of(tiny(), SoloCollective(), drafts=2, prefill_chunk=32, prefix_bytes=1 << 30, pages=20)
+    for number, (one, found) in enumerate(
+        [
+            (placed, 0),
+            (placed, len(placed.ids)),
+            (Placed(placed.ids, changed, placed.rope_positions), 0),
+            (Placed(placed.ids[:-7], placed.images, [row[:-7] for row in placed.rope_positions or []]), edge),
+        ]
+    ):
+        asked = request(one, number, checkpoints=[edge])
+        run = tools.drive(engine, asked)
+        assert run.events[number][0].cached_tokens == found
+        plain = tools.drive(engine_of(tiny(), SoloCollective()), asked)
+        assert run.tokens[number] == plain.tokens[number]
 
 
 def test_the_draft_layer_sees_the_picture(tools: Any) -> None:
@@ -212,3 +235,15 @@ def test_attention_in_blocks_is_the_attention(monkeypatch: pytest.MonkeyPatch) -
     whole = vision.attend_all(query, key, value)
     monkeypatch.setattr(vision, "SCORES_BYTES", 7 * 4 * 3 * 50)  # blocks of seven queries, the last one shorter
     torch.testing.assert_close(vision.attend_all(query, key, value), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_large_picture_goes_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few heads and a few rows at a time: the same embeddings, but for the order of sums."""
+    from duovolt.runtime.engine import vision
+
+    weights, image = load_weights(tiny()), prompt(SIZES["one"]).images[0]
+    whole = tower(weights).embed(image)
+    patches, hidden = 64 * 96 // 16**2, weights.vision.positions.shape[1]
+    monkeypatch.setattr(vision, "PROJECTION_BYTES", 12 * patches * hidden // weights.vision.heads)  # one head at a time
+    monkeypatch.setattr(vision, "ROWS_AT_ONCE", 7)
+    torch.testing.assert_close(tower(weights).embed(image), whole, rtol=1e-4, atol=1e-5)

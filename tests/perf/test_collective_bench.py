@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault
 from duovolt.cli.main import main
-from duovolt.perf import collective
+from duovolt.perf import collective, collective_alone
 from duovolt.runtime.parallel.twins import Heard
 
 
@@ -57,3 +58,18 @@ def test_the_lockstep_record_is_measured_without_a_card(monkeypatch, capsys) -> 
     assert main(["bench", "collective", "--lockstep", "--json"]) == 0
     (cost,) = json.loads(capsys.readouterr().out)
     assert cost["skew_us"] == 0 and 0 < cost["own_us"] < 1e5
+
+
+def test_alone_needs_a_card_and_says_so(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(collective.torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "collective", "--alone"]) == 3
+    assert "no CUDA card is seen" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_both_sides_on_one_card(monkeypatch) -> None:
+    monkeypatch.setattr(collective_alone, "REPLAYS", 2)
+    report = collective_alone.measure()
+    assert all(set(row.microseconds) == {"card", "host"} for row in report.rows)
+    assert all(0 < figure < 1e5 for row in report.rows for figure in row.microseconds.values())

@@ -57,7 +57,10 @@ def test_ledger_of_the_27b(giant: Path) -> None:
     assert found["ranks"][0]["replicated_bytes"] / 1e9 == pytest.approx(3.52, rel=2e-3)
     assert found["kv_bytes_per_token"] * 2 == 35_904
     assert round(found["state_bytes"] / 1e6, 1) == 77.0  # 75.5 MB of state and 1.5 of convolution history
-    assert found["fits_32_gb_card"] and round(found["card_bytes_needed"] / 1e9, 1) == 17.6
+    parts = found["card_memory"]
+    kept = sum(parts[name] for name in ("weights", "vision tower", "kv", "states"))
+    assert round(kept / 1e9, 1) == 17.6 and sum(parts.values()) == found["card_bytes_needed"]
+    assert found["fits_32_gb_card"] and found["longest_context_32_gb"] == 262144
     assert not facts("plan", giant, "--tp", 1, "--kv", "fp16")["fits_32_gb_card"]
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 API = {f"A{number:02}" for number in range(1, 16)}
-SPECULATION = {f"M{number:02}" for number in range(2, 7)}  # M01: prefix cache and drafts together
+SPECULATION = {f"M{number:02}" for number in range(1, 7)}
 PAIRS = {f"R{number:02}" for number in (5, 6, 7, 8, 9, 11)}
 HEALTH = {"O01"}
 

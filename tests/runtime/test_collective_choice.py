@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
+from duovolt.kernels import norm
 from duovolt.runtime.parallel import choice, nccl, trial
 from duovolt.runtime.parallel.choice import Choice, Verdict, choose
 from duovolt.runtime.parallel.device import CollectiveFault, CpuDeviceCollective
@@ -100,12 +101,49 @@ def test_a_link_that_is_wrong_in_replays_only_is_found(small: None, monkeypatch:
     assert all(found is not None and "replays" in found for found in tried(Replayed))
 
 
+class Norming(CpuDeviceCollective):
+    """A link with a sum that goes on to residual and norm; `slip` is added to one value of its norm."""
+
+    slip = 0
+
+    def reduce_norm(
+        self,
+        part: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        overflows: torch.Tensor | None,
+    ) -> None:
+        delta = torch.empty_like(x)
+        self.reduce(part, delta)
+        norm.rms_norm_reference(x, weight, eps, delta=delta, out=out)
+        out.view(torch.int16)[0, 7] += self.slip
+
+
+@pytest.mark.parametrize("slip", [0, 1])
+def test_a_sum_that_goes_on_to_the_norm_is_tried_too(small: None, monkeypatch: pytest.MonkeyPatch, slip: int) -> None:
+    monkeypatch.setattr(norm, "rms_norm", norm.rms_norm_reference)  # the plain form's kernel needs a card
+    monkeypatch.setattr(Norming, "slip", slip)
+    expected = [None, None] if not slip else ["3 exchanges of floats were wrong"] * 2
+    assert tried(Norming) == expected
+
+
 def test_a_wait_that_expired_is_a_fault_and_not_an_exception(small: None) -> None:
     class Expired(CpuDeviceCollective):
         def check(self) -> None:
             raise CollectiveFault("no answer from rank 1")
 
     assert tried(Expired)[0] == "no answer from rank 1"
+
+
+@pytest.mark.parametrize(("rate", "right"), [(1.0, True), (1.3, True), (0.07, False), (15.0, False)])
+def test_a_clock_of_another_rate_is_found(rate: float, right: bool) -> None:
+    """R04: 200 ms that became 13 ms."""
+    found = trial.clock_fault(lambda seconds: seconds * rate)
+    assert (found is None) == right
+    if not right:
+        assert f"takes {20 * rate:.1f} ms for 20 ms" in str(found)
 
 
 def heard(*finds: dict, exit_code: int | None = 0, errors: str = "") -> Heard:

@@ -367,7 +367,6 @@ def test_a_stuck_rank_turns_ready_red_and_the_watchdog_ends_it(start_server: Sta
 
 REFUSALS: dict[str, tuple[list[str], int, str]] = {
     "no such folder": (["{folder}/none", "--backend", "{script}"], 2, "no such directory"),
-    "cuda": (["{folder}/ranks", "--backend", "cuda"], 3, "no CUDA engine; supported: auto, reference, scripted:FILE"),
     "unknown backend": (["{folder}/ranks", "--backend", "fast"], 2, "expected one of"),
     "bad script": (["{folder}/ranks", "--backend", "scripted:{folder}/bad.jsonl"], 2, "line 2"),
     "unfinished": (["{folder}/ranks"], 2, "unfinished"),

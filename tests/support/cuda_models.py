@@ -177,7 +177,7 @@ def reference_engine(source: WeightSource, collective: Any = None, **settings: A
 def _settings(vocabulary: int, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     shared = {"max_context": 256, "lanes": 1, "n_sampleable": vocabulary}
     shared |= {name: settings.pop(name) for name in list(shared) if name in settings}
-    names = ("prefill_chunk", "drafts_from", "tokenizer", "processor", "image_token")
+    names = ("prefill_chunk", "drafts_from", "tokenizer", "processor", "image_token", "prefix_bytes", "prefix_interval")
     engine = shared | {name: settings.pop(name) for name in names if name in settings}
     own = {"drafts": 0} | shared | settings
     if engine.get("drafts_from") is not None:

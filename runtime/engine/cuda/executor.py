@@ -3,6 +3,8 @@
 On a CPU the same code runs on the operations' torch references, without graphs.
 """
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -187,7 +189,8 @@ class CudaExecutor:
         flight, self._pending = self._pending, None
         missing = [lane for lane in lanes if flight is None or not flight.carries(lane)]
         late = self._flights.start(missing) if missing else None
-        if self._ahead and all(self._foreseen(lane) for lane in lanes):
+        goes_on = any(lane.remaining > 1 for lane in lanes)  # else this round is the last of all
+        if self._ahead and goes_on and all(self._foreseen(lane) for lane in lanes):
             self._pending = self._flights.start(lanes, ahead=1)
         outcomes = []
         for lane in lanes:
@@ -200,7 +203,7 @@ class CudaExecutor:
         """None, too, behind a stop id that the device does not know of (it knows eight), or with a round ahead."""
         index, state = lane.index, self.state
         running = self._pending is not None and self._pending.carries(lane)
-        rested = int(state.lanes.limits[index]) == 0 and lane.produced > 0
+        rested = int(state.lanes.limits[index] - state.lanes.lengths[index]) <= 1
         if self._lengths[index] != lane.length or (running and not rested):
             return None
         self._settle(index)
@@ -214,7 +217,8 @@ class CudaExecutor:
             start = saved.length - behind - 1
             x = self.model.embed(self._int32(torch.tensor(lane.request.prompt[start + 1 : saved.length])))
             slots, rope = self._int32(self._slots(lane, start, behind)), self._int32(lane.rope(start, behind))
-            self._read_drafts(lane, start, x, saved.hidden[:-1], rope, slots)
+            hidden = saved.hidden[:-1].to(self._device, non_blocking=True)
+            self._read_drafts(lane, start, x, hidden, rope, slots)
         self._images[lane.index].release(saved.length)
         self._lengths[lane.index] = saved.length
 
@@ -252,7 +256,7 @@ class CudaExecutor:
     def _outcome(self, lane: Lane, flight: Flight) -> Outcome:
         flight.land()
         self._link.check()
-        self.overflows = flight.overflows
+        self._count(flight.overflows)
         reading = flight.reading(lane)
         if not reading.tokens:
             return Outcome([], fault=f"the model's logits after token {len(lane.tokens) - 1} are not finite.")
@@ -267,6 +271,17 @@ class CudaExecutor:
             logits = self._flights.canvas.logits[first : first + len(tokens)]
             entries = self._scores(lane, logits, tokens)
         return Outcome(tokens, reading.judged, len(reading.tokens) - 1, entries)
+
+    def _count(self, overflows: int) -> None:
+        """Take over the count of values that fp16 could not hold, and say so when it begins and when it is large."""
+        for bound in (1, 1_000_000):
+            if self.overflows < bound <= overflows:
+                print(
+                    f"duovolt rank: {overflows} values so far did not fit fp16 and were cut to 65504; answers may suffer.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self.overflows = overflows
 
     def _known_end(self, lane: Lane, tokens: list[int]) -> list[int]:
         """What the device has taken: up to a stop id that it knows."""

@@ -19,6 +19,7 @@ from ....kernels.ops import Ops
 from ....kernels.round_state import Pass
 from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective, NormingCollective
+from ..model import Observe
 from ..weights import Sizes
 from .state import CudaState
 from .weights import CudaAttention, CudaDelta, CudaLayer
@@ -50,6 +51,7 @@ class Common:
         self.ops, self.state, self.sizes, self.eps = ops, state, sizes, eps
         self.tables, self.axes, self.link = tables, axes, link
         self.side = torch.cuda.Stream(state.device) if link.size > 1 and state.device.type == "cuda" else None
+        self.observe: Observe | None = None  # never while a graph is captured
 
 
 class Layers:
@@ -67,7 +69,7 @@ class Layers:
     def walk(self, x: Tensor, layers: Sequence[CudaLayer], pools: Sequence[KVCache]) -> Walk:
         """As `run`, with a stop wherever what the ranks have computed is on its way to be summed."""
         delta: Tensor | None = None
-        for layer in layers:
+        for number, layer in enumerate(layers):
             mixer, normed = layer.mixer, self.norm(x, layer.input_norm, delta)
             if isinstance(mixer, CudaAttention):
                 mixed = self.attention(mixer, normed, pools[layer.index])
@@ -78,11 +80,17 @@ class Layers:
             normed = self.norm(x, layer.post_norm, delta)
             delta = self.project(layer.down, self.gated(layer, normed), x)
             yield
+            if self.common.observe is not None:
+                self.common.observe(number, self.stream(x, delta))
         return delta
 
     def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
         """x += delta; its norm in fp16 [T, H], and in float32 in `wide`."""
         return self.ops.rms_norm(x, weight, self.common.eps, delta=delta, wide=wide, overflows=self.overflows)
+
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """The residual stream with what is still to be added, for an observer."""
+        return x if delta is None else x + delta
 
     def attention(self, weights: CudaAttention, x: Tensor, cache: KVCache) -> Tensor:
         """fp16 [T, query heads * 256], gated; keys and values are written into the cache."""
@@ -167,6 +175,13 @@ class RowLayers(Layers):
         link.reduce(delta, total)
         return super().norm(x, weight, total, wide)
 
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        if delta is None:
+            return x
+        total = torch.empty_like(x)
+        self.common.link.reduce(delta, total)
+        return x + total
+
     def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
         if layer.gate.encoding == layer.up.encoding:
             return self.ops.swiglu(x, layer.gate, layer.up, overflows=self.state.counter)
@@ -201,10 +216,17 @@ class ChunkLayers(Layers):
         self._summed: tuple[torch.cuda.Event, Tensor] | None = None  # when, and what must stay until then
 
     def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+        self._await_sum()
+        return super().norm(x, weight, delta, wide)
+
+    def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        self._await_sum()
+        return super().stream(x, delta)
+
+    def _await_sum(self) -> None:
         if self._summed is not None:
             self._summed[0].wait()
             self._summed = None
-        return super().norm(x, weight, delta, wide)
 
     def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
         if self.tokens <= MAX_TOKENS:

@@ -79,7 +79,7 @@ def plan_load(directory: Path) -> LoadPlan:
         first = names.get("words") or names["plain"]
         encoding = PLAIN_OF_DTYPE.get(checkpoint.tensors[first].dtype, "")
         form = Stored(encoding, False) if manifest is None else Stored.of(manifest.tensors[first])
-        matrix = _is_matrix(source, weight)
+        matrix = is_matrix(source, weight)
         if not matrix and "plain" not in names:
             raise InputError(
                 f"{directory}: {weight!r} is stored as {form.encoding}; the CUDA engine takes it as bf16, fp16 or fp32 "
@@ -115,14 +115,28 @@ def load_cuda_weights(
     Raises InputError for a directory that is no whole, finished model or that the kernels cannot multiply with,
     CheckFailed naming the tensor whose bytes are not those of the manifest.
     """
-    plan = plan_load(directory)
+    return load_planned(plan_load(directory), device, block_bytes)
+
+
+def load_planned(
+    plan: LoadPlan, device: torch.device, block_bytes: int = BLOCK_BYTES
+) -> tuple[CudaWeights, StreamReport]:
+    """As `load_cuda_weights`, of a directory that was looked at."""
     arrivals = _Arrivals(plan, device)
     report = stream(plan.checkpoint, plan.manifest, device, arrivals.place, arrivals.complete, block_bytes)
-    weights = _Taker(plan, arrivals.ready).weights()
+    weights = assemble(plan.source, arrivals.ready)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what was only passing
     return weights, report
+
+
+def assemble(source: WeightSource, ready: dict[str, Tensor | Weight]) -> CudaWeights:
+    """The model from every weight by its logical name, each used once; `ready` is emptied. Matrices are `Weight`s.
+
+    Raises InputError for a weight that is missing, left over, or of another shape than the rank's.
+    """
+    return _Taker(source, ready).weights()
 
 
 class _Arrivals:
@@ -168,9 +182,9 @@ class _Arrivals:
 class _Taker:
     """Hands out every weight exactly once, put together as the model is."""
 
-    def __init__(self, plan: LoadPlan, ready: dict[str, Tensor | Weight]) -> None:
-        self._source = plan.source
-        self._where = plan.source.where
+    def __init__(self, source: WeightSource, ready: dict[str, Tensor | Weight]) -> None:
+        self._source = source
+        self._where = source.where
         self._ready = ready
 
     def weights(self) -> CudaWeights:
@@ -311,7 +325,7 @@ def _named(checkpoint: Checkpoint, manifest: Manifest | None) -> dict[str, dict[
     return weights_of(manifest)
 
 
-def _is_matrix(source: WeightSource, weight: str) -> bool:
+def is_matrix(source: WeightSource, weight: str) -> bool:
     """True for what tokens are multiplied with by the linear kernels."""
     return len(source.shapes[weight]) == 2 and weight != EMBED and not weight.startswith("model.visual.")
 

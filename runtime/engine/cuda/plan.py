@@ -15,7 +15,7 @@ from ....kernels.prefill import SCRATCH_BYTES
 from ....kernels.sampling_state import Distributions, LaneSampling
 from ....model.config import FULL, ModelConfig
 from ..pages import PAGE, pages_for
-from ..vision import ROWS_AT_ONCE
+from ..vision import PROJECTION_BYTES, ROWS_AT_ONCE
 from .weights import tensors_of
 
 MARGIN = 256 << 20  # left free: what the driver and the allocator round up, and other programs' small change
@@ -40,7 +40,6 @@ class Demand:
     drafts: int
     chunk: int
     vision: int = 0
-    prefix_cache: int = 0
     picture_patches: int = 0
     shared_heads: bool = True
 
@@ -85,7 +84,6 @@ def plan_memory(demand: Demand, max_context: int, pages: int) -> MemoryPlan:
         "vision tower": demand.vision,
         "kv": pages * page_bytes(demand),
         "states": demand.lanes * state_bytes(demand),
-        "prefix cache": demand.prefix_cache,
         "sampling": _sampling_bytes(demand),
         "workspace": max(_chunk_bytes(demand, max_context), _picture_bytes(demand)),
         "graphs": GRAPHS,
@@ -147,16 +145,6 @@ def state_bytes(demand: Demand) -> int:
     return layers * _bytes_of(DeltaState.empty(1, weights))
 
 
-def snapshot_bytes(demand: Demand) -> int:
-    """One saved state of a lane (see the prefix cache): states and the convolution's history."""
-    text = demand.config.text
-    layers = len(text.layer_types) - text.layer_types.count(FULL)
-    heads = text.linear_num_value_heads // demand.tp
-    delta = heads * text.linear_key_head_dim * text.linear_value_head_dim
-    history = (2 * text.key_dim + text.value_dim) // demand.tp * (text.linear_conv_kernel_dim - 1)
-    return layers * 4 * (delta + history)
-
-
 def _pages_within(demand: Demand, room: int, max_context: int) -> int:
     rest = plan_memory(demand, max_context, 0)
     return max(0, (room - rest.total) // page_bytes(demand))
@@ -180,19 +168,25 @@ def _chunk_bytes(demand: Demand, max_context: int) -> int:
     )
     token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
     repeats = 1 if demand.shared_heads else 1 + text.num_attention_heads // tp // kv_heads
-    keys_and_values = 2 * 2 * kv_heads * DIM * max_context * repeats
+    # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
+    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context * repeats
     tables = 2 * 4 * text.rotary_dim // 2 * max_context
     return demand.chunk * token + SCRATCH_BYTES + keys_and_values + tables
 
 
 def _picture_bytes(demand: Demand) -> int:
-    """The largest picture on its way through the tower, float32: residual, norm, q k v (twice for the turned), inner."""
+    """The largest picture on its way through the tower, in float32.
+
+    Residual, its norm, what attention gives (twice while it is put together) and its projection; some heads' queries, keys
+    and values, plain and turned; the inner values of some rows.
+    """
     vision = demand.config.vision
     if vision is None or not demand.picture_patches:
         return 0
     rows = demand.picture_patches
-    inner = 2 * min(rows, ROWS_AT_ONCE) * vision.intermediate_size
-    return 4 * (rows * 9 * vision.hidden_size + inner)
+    inner = 4 * 2 * min(rows, ROWS_AT_ONCE) * vision.intermediate_size
+    projected = min(PROJECTION_BYTES, 4 * 3 * rows * vision.hidden_size)
+    return 4 * rows * 5 * vision.hidden_size + 2 * projected + inner
 
 
 def _bytes_of(part: object) -> int:

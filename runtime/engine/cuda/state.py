@@ -16,7 +16,7 @@ from .weights import CudaAttention, CudaDelta, CudaWeights
 
 @dataclass(frozen=True)
 class SavedState:
-    """A lane after `length` tokens: per delta layer its state and the convolution's last inputs.
+    """A lane after `length` tokens, in the host's memory: per delta layer its state and the convolution's last inputs.
 
     hidden float32 [n, H]: the last n hidden states, those that the MTP layer has not read.
     """
@@ -101,20 +101,33 @@ class CudaState:
     def saved(self, lane: int, length: int, kept: int) -> SavedState:
         """Copies of a lane that stands at the end of its tokens (`accepted` 0), which has `kept` hidden states."""
         turn = int(self.progress.turn[lane])
-        histories = [memory.rows[turn, lane, :3].clone() for memory in self.delta]
-        states = [memory.state[lane].clone() for memory in self.delta]
-        return SavedState(length, states, histories, self.hidden[lane, :kept].clone())
+        histories = [_kept(memory.rows[turn, lane, :3]) for memory in self.delta]
+        states = [_kept(memory.state[lane]) for memory in self.delta]
+        return SavedState(length, states, histories, _kept(self.hidden[lane, :kept]))
 
     def load(self, lane: int, saved: SavedState) -> None:
         """Put a lane, just reset, where `saved` was; of the hidden states it keeps the last."""
         for memory, state, history in zip(self.delta, saved.states, saved.histories, strict=True):
-            memory.state[lane] = state
-            memory.rows[0, lane, :3] = history
-        self.hidden[lane, 0] = saved.hidden[-1]
+            memory.state[lane].copy_(state, non_blocking=True)
+            memory.rows[0, lane, :3].copy_(history, non_blocking=True)
+        self.hidden[lane, 0].copy_(saved.hidden[-1], non_blocking=True)
         self.lanes.lengths[lane] = saved.length
 
     @property
     def state_bytes(self) -> int:
         """What one saved state takes at most."""
-        per_lane = sum(memory.state[0].nbytes + memory.rows[0, 0, :3].nbytes for memory in self.delta)
-        return per_lane + self.hidden[0].nbytes
+        per_lane = sum(_kept_bytes(memory.state[0]) + _kept_bytes(memory.rows[0, 0, :3]) for memory in self.delta)
+        return per_lane + _kept_bytes(self.hidden[0])
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, which the stream writes and reads in its order: nobody waits for it."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return kept.copy_(tensor, non_blocking=True)
+
+
+def _kept_bytes(tensor: Tensor) -> int:
+    """What such a copy takes: torch hands page-locked memory out in powers of two."""
+    return tensor.nbytes if tensor.device.type == "cpu" else 1 << (tensor.nbytes - 1).bit_length()

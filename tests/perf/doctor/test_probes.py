@@ -156,6 +156,24 @@ def test_a_driver_that_does_not_answer(monkeypatch):
     assert "nvidia-ml-py is not installed" in (Nvml().reason or "")
 
 
+def test_a_driver_that_hangs_does_not_hang_the_doctor(monkeypatch):
+    class Hanging(FakeNvml):
+        def nvmlInit(self):
+            time.sleep(20)
+
+    monkeypatch.setitem(sys.modules, "pynvml", Hanging())
+    begin = time.monotonic()
+    cards, reason = MachineProbes(seconds=0.2).cards()
+    assert time.monotonic() - begin < 5 and cards == []
+    assert reason == "the driver gives no answer within 0.2 s: see `dmesg`, and restart"
+
+
+def test_what_a_probe_raises_is_not_lost(monkeypatch):
+    monkeypatch.setattr("duovolt.perf.doctor.probes.Nvml", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        MachineProbes().cards()
+
+
 @pytest.mark.parametrize(
     ("wanted", "seen"),
     [("0,1", True), ("1", True), ("0", False), ("", False), ("GPU-ab", True), ("GPU-ff, 1", True), ("GPU-ff", False)],

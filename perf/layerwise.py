@@ -1,0 +1,165 @@
+"""What each layer gives, by two backends or two widths, on the same tokens: where they part, and by how much."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.errors import InputError
+from ..checkpoint.manifest import has_manifest
+from ..kernels.module import forced_arch
+from ..runtime.engine.cache import Cache
+from ..runtime.engine.cuda.executor import CudaExecutor
+from ..runtime.engine.cuda.fitness import check_fitness
+from ..runtime.engine.cuda.loading import load_cuda_weights
+from ..runtime.engine.lane import Lane
+from ..runtime.engine.model import Batch, Model, Segment
+from ..runtime.engine.pages import pages_for
+from ..runtime.engine.sources import open_source
+from ..runtime.engine.weights import load_weights
+from ..runtime.messages import GenerateRequest, SamplingParams
+from ..runtime.parallel.base import SoloCollective
+from ..runtime.parallel.device import CpuDeviceCollective, SoloDevice
+from ..runtime.parallel.mailbox import Mailbox, MailboxCollective
+from ..runtime.parallel.region import Region, region_bytes
+from ..runtime.rank.identity import find_ranks
+
+BACKENDS = ("reference", "cuda")
+CHUNK = 512
+_TWIN_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer: cosine between both outputs and |a - b| / |a|, over all tokens together, and the worst token's."""
+
+    layer: int
+    kind: str
+    cosine: float
+    relative: float
+    worst_relative: float
+
+
+def directories_of(path: Path) -> list[Path]:
+    """A model's directories in rank order: one of any stage, or the ranks in a folder. Raises InputError."""
+    if has_manifest(path) or (path / "config.json").exists():
+        return [path]
+    return find_ranks(path, scripted=False)
+
+
+def outputs(
+    backend: str,
+    directories: list[Path],
+    tokens: list[int],
+    devices: list[torch.device],
+    kv: str = "int8",
+    arch: str | None = None,
+) -> list[Tensor]:
+    """Each layer's output, float32 [T, hidden] on the CPU, for a prompt of `tokens` read in chunks.
+
+    Ranks run as threads of this process, over the CPU mailbox; `devices`: one a rank, of the cuda backend; `arch`: code of
+    its kernels, None: the card's own. Raises InputError for directories that are not the ranks of one split, and what
+    loading raises.
+    """
+    if backend not in BACKENDS:
+        raise InputError(f"backend {backend!r}: {' or '.join(BACKENDS)}.")
+    if len(directories) > 2:
+        raise InputError(f"{len(directories)} ranks: at most 2 are run side by side.")
+    region = Region(bytearray(region_bytes()))
+    found: list[list[Tensor]] = [[] for _ in directories]
+    faults: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            mailbox = Mailbox(region, rank, _TWIN_SECONDS) if len(directories) == 2 else None
+            code = contextlib.nullcontext() if arch is None else forced_arch(arch)
+            with torch.inference_mode(), code:
+                run = _reference if backend == "reference" else _cuda
+                run(directories[rank], tokens, devices[rank % len(devices)], kv, mailbox, _keeping(found[rank]))
+        except BaseException as fault:  # told by the caller's thread
+            faults.append(fault)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(directories))]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) and not faults:
+        for thread in threads:
+            thread.join(0.1)
+    if faults:
+        raise faults[0]
+    return found[0]
+
+
+def compare(a: list[Tensor], b: list[Tensor], kinds: tuple[str, ...]) -> list[Row]:
+    """Layer by layer. Raises InputError for two models of different shapes."""
+    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
+        raise InputError("the two are no runs of one model: layers or their widths differ.")
+    rows = []
+    for number, (left, right) in enumerate(zip(a, b, strict=True)):
+        x, y = left.double(), right.double()
+        errors = (x - y).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-30)
+        cosine = float((x * y).sum() / (x.norm() * y.norm()).clamp(min=1e-30))
+        relative = float((x - y).norm() / x.norm().clamp(min=1e-30))
+        rows.append(Row(number, kinds[number], cosine, relative, float(errors.max())))
+    return rows
+
+
+def _keeping(found: list[Tensor]) -> Callable[[int, Tensor], None]:
+    def observe(layer: int, x: Tensor) -> None:
+        part = x.detach().float().cpu().clone()
+        if layer < len(found):
+            found[layer] = torch.cat((found[layer], part))
+        else:
+            found.append(part)
+
+    return observe
+
+
+def _reference(
+    directory: Path,
+    tokens: list[int],
+    device: torch.device,
+    kv: str,
+    mailbox: Mailbox | None,
+    observe: Callable[[int, Tensor], None],
+) -> None:
+    weights, count = load_weights(open_source(directory)), len(tokens)
+    model = Model(weights, SoloCollective() if mailbox is None else MailboxCollective(mailbox), count)
+    model.observe = observe
+    cache = Cache.for_one(weights, count)
+    for start in range(0, count, CHUNK):
+        here = tokens[start : start + CHUNK]
+        rope = torch.arange(start, start + len(here)).expand(3, -1)
+        model.forward(Batch(torch.tensor(here), [Segment(0, start, len(here))], rope, by_rows=False), cache)
+        cache.lengths[0] = start + len(here)
+
+
+def _cuda(
+    directory: Path,
+    tokens: list[int],
+    device: torch.device,
+    kv: str,
+    mailbox: Mailbox | None,
+    observe: Callable[[int, Tensor], None],
+) -> None:
+    source = open_source(directory)
+    check_fitness(source.config, source.tp_size, str(directory))
+    weights, _ = load_cuda_weights(directory, device)
+    link = SoloDevice() if mailbox is None else CpuDeviceCollective(MailboxCollective(mailbox))
+    context = pages_for(len(tokens) + 1) * 64
+    executor = CudaExecutor(
+        weights, link, max_context=context, lanes=1, drafts=0, n_sampleable=weights.config.text.vocab_size,
+        int8=kv == "int8", graphs=False,
+    )  # fmt: skip
+    executor.model.common.observe = observe
+    request = GenerateRequest(1, tokens, 1, [], True, SamplingParams(temperature=0.0))
+    lane = Lane(0, request, 1, list(range(executor.pages)))
+    executor.open(lane)
+    for start in range(0, len(tokens), CHUNK):
+        executor.prefill(lane, start, min(CHUNK, len(tokens) - start))
+        lane.read = min(start + CHUNK, len(tokens))
+    executor.close(lane)

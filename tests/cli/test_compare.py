@@ -1,0 +1,68 @@
+"""`duovolt compare`: the layers of two backends and of two widths, on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from duovolt.cli.main import main
+from duovolt.convert.pipeline import convert
+from duovolt.convert.recipe import load_recipe
+from duovolt.perf.layerwise import compare
+from duovolt.shard.split import shard
+
+TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("compare")
+    convert(TINY, folder / "converted", load_recipe("v100"), 1, lambda count: None)
+    shard(folder / "converted", folder / "two", 2)
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["compare", *map(str, words), "--tokens", "20"])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_backends_and_widths_within_their_bounds(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """fp16 activations and an int8 cache against float32; two ranks against one; the same thing against itself."""
+    whole, two = folder / "converted", folder / "two"
+    code, out, _ = run(capsys, whole, two, "--b", "cuda", "--devices", "cpu", "--json", "--most", "5e-3")
+    found = json.loads(out)
+    assert code == 0 and len(found["layers"]) == 8 and found["b"] == {"backend": "cuda", "ranks": 2}
+    assert all(row["cosine"] > 0.9999 and 0 < row["relative"] <= row["worst_relative"] for row in found["layers"])
+    code, out, _ = run(capsys, whole, two, "--b", "reference", "--most", "1e-5")
+    assert code == 0 and "full_attention" in out and "largest |a-b|/|a|" in out
+    code, out, _ = run(capsys, whole, "--b", "reference", "--most", "0")
+    assert code == 0 and "1.000000000" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["{folder}/converted", "--most", "1e-9", "--devices", "cpu"], 1, "more than 1e-09"),
+        (["{folder}/none"], 2, "no such directory"),
+        (["{folder}/two/rank-1-of-2", "--b", "reference"], 2, "rank"),
+        (["{folder}/converted", "--devices", "7"], 2, "this machine shows"),
+        (["{folder}/converted", "--text", "{folder}/nothing.txt"], 2, "nothing.txt"),
+    ],
+)
+def test_what_does_not_hold_or_cannot_be(
+    capsys: pytest.CaptureFixture[str], folder: Path, words: list[str], code: int, said: str
+) -> None:
+    found, _, err = run(capsys, *(word.format(folder=folder) for word in words))
+    assert found == code and said in err and "Traceback" not in err
+
+
+def test_the_measures() -> None:
+    """Of outputs that can be reckoned by hand: one token right, one token off by half its length."""
+    a, b = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+    (row,) = compare([a], [b], ("full_attention",))
+    assert row.relative == pytest.approx(1 / 29**0.5) and row.worst_relative == pytest.approx(0.5)
+    assert row.cosine == pytest.approx(27 / (29**0.5 * 26**0.5))
