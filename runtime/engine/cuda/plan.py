@@ -15,7 +15,7 @@ from ....kernels.prefill import SCRATCH_BYTES
 from ....kernels.sampling_state import Distributions, LaneSampling
 from ....model.config import FULL, ModelConfig
 from ..pages import PAGE, pages_for
-from ..vision import ROWS_AT_ONCE
+from ..vision import PROJECTION_BYTES, ROWS_AT_ONCE
 from .weights import tensors_of
 
 MARGIN = 256 << 20  # left free: what the driver and the allocator round up, and other programs' small change
@@ -175,13 +175,18 @@ def _chunk_bytes(demand: Demand, max_context: int) -> int:
 
 
 def _picture_bytes(demand: Demand) -> int:
-    """The largest picture on its way through the tower, float32: residual, norm, q k v (twice for the turned), inner."""
+    """The largest picture on its way through the tower, in float32.
+
+    Residual, its norm, what attention gives (twice while it is put together) and its projection; some heads' queries, keys
+    and values, plain and turned; the inner values of some rows.
+    """
     vision = demand.config.vision
     if vision is None or not demand.picture_patches:
         return 0
     rows = demand.picture_patches
-    inner = 2 * min(rows, ROWS_AT_ONCE) * vision.intermediate_size
-    return 4 * (rows * 9 * vision.hidden_size + inner)
+    inner = 4 * 2 * min(rows, ROWS_AT_ONCE) * vision.intermediate_size
+    projected = min(PROJECTION_BYTES, 4 * 3 * rows * vision.hidden_size)
+    return 4 * rows * 5 * vision.hidden_size + 2 * projected + inner
 
 
 def _bytes_of(part: object) -> int:
