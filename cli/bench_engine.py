@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from ..checkpoint.errors import InputError
 EXAMPLE = """examples:
   duovolt bench engine
   duovolt bench engine --tp 2 --contexts 8192 131072 --lanes 1 2 --json engine.json
-  duovolt bench engine --dir ranks/rank-0-of-1 --prefill 8192
+  duovolt bench engine --devices 0,1
+  duovolt bench engine --dir ranks --devices 0,1 --prefill 8192
 
 Decode rounds and first tokens of one rank on a card, as the engine runs them, over random weights in the encodings of a
-recipe (or a rank directory). --tp 2 measures one rank of two without its twin: sums are its own part. `floor`: every large
-read at the speed of a plain read of its bytes, measured in the same run, and --collective-us a collective. Depths are
-filled with random keys and values, and drafts are forced to stand. The kernels' times come from a profiled pass of its own."""
+recipe (or a rank directory). --devices 0,1 runs both ranks of two; --tp 2 on one card measures one rank of two without its
+twin: sums are its own part. `floor`: every large read at the speed of a plain read of its bytes, measured in the same run,
+and --collective-us a collective; of a first token, every product and attention at the rate of the vendor's fp16 product.
+Depths are filled with random keys and values, and drafts are forced to stand. The kernels' times come from a profiled pass
+of its own."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", help="a rank or converted directory in place of random weights"
     )
+    parser.add_argument(
+        "--devices", default="0", metavar="N[,N]", help="cards; two of them run both ranks of two (default: 0)"
+    )
+    parser.add_argument("--collective", choices=("auto", "host", "ipc", "nccl"), default="auto", help="as for serve")
+    parser.add_argument("--twin", help=argparse.SUPPRESS)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--tp", type=int, default=1, choices=(1, 2), help="ranks that share the model (default: 1)")
     parser.add_argument(
         "--draft-rows", type=int, default=0, metavar="N", help="rows of a reduced draft head (default: none)"
@@ -42,6 +52,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
     parser.add_argument("--graphs", choices=("on", "off"), default="on")
     parser.add_argument(
+        "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
+    )
+    parser.add_argument(
         "--collective-us", type=float, default=0.0, metavar="US", help="of one sum, for the floor of --tp 2"
     )
     parser.add_argument("--no-profile", action="store_true", help="no breakdown by kernel")
@@ -51,10 +64,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..perf.engine import RoundFigures
+    from ..kernels.module import forced_arch
 
     _check(args)
-    setup = _Setup(args)
+    with forced_arch(args.arch) if args.arch else nullcontext():
+        devices = [int(word) for word in args.devices.split(",")]
+        if len(devices) == 1 or args.twin:
+            return _measure(args)
+        from ..perf.pair import twin, way_between
+
+        args.tp, args.way = 2, way_between(args.collective, devices).argument
+        with twin(_words(args)) as name:
+            args.twin = name
+            return _measure(args, rank=0)
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The same measurement, as words for the second rank."""
+    words = ["bench", "engine", "--quiet"]
+    for name, value in vars(args).items():
+        if name in ("what", "command", "quiet", "debug", "json", "twin") or value is None or value is False:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [option, *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def _measure(args: argparse.Namespace, rank: int = 1) -> int:
+    """As rank `rank`, where there are two."""
+    from ..perf.engine import RoundFigures
+
+    setup = _Setup(args, rank if args.twin else 0)
     if not args.quiet:
         print(setup.headline, flush=True)
     rounds: list[dict[str, Any]] = []
@@ -70,11 +110,12 @@ def run(args: argparse.Namespace) -> int:
     prompts = []
     for tokens in args.prefill:
         seen = setup.prefill(tokens)
-        prompts.append(asdict(seen))
+        floor = setup.prompt_floor(tokens)
+        prompts.append(asdict(seen) | {"floor_seconds": floor})
         if not args.quiet:
             print(
                 f"first token after {seen.tokens:>7,}: {seen.seconds:8.2f} s  {seen.tokens / seen.seconds:9,.0f} tokens/s  "
-                f"overflows {seen.overflows}",
+                f"floor {floor:7.2f} s  ratio {seen.seconds / floor:.2f}  overflows {seen.overflows}",
                 flush=True,
             )
     memory = setup.memory()
@@ -90,22 +131,31 @@ def run(args: argparse.Namespace) -> int:
 class _Setup:
     """The executor under measurement and what is known of it."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, rank: int) -> None:
         import torch
 
-        from ..perf.engine import Alone, Bench, read_curve_here
+        from ..kernels.prefill_attention import torch_attends
+        from ..perf.engine import Alone, Bench, product_rate, read_curve_here
         from ..perf.kernels import the_device
+        from ..perf.layerwise import directories_of
         from ..perf.machine import read_machine
         from ..perf.model_source import sheet_at
         from ..perf.sheet import sheet_of
         from ..runtime.engine.cuda.executor import CudaExecutor
         from ..runtime.engine.cuda.plan import Demand, plan_memory
         from ..runtime.engine.pages import pages_for
-        from ..runtime.parallel.device import SoloDevice
+        from ..runtime.parallel.choice import Choice
+        from ..runtime.parallel.device import DeviceCollective, SoloDevice
 
-        self._args, self._torch, self._device = args, torch, the_device()
-        device = self._device
-        self._curve = read_curve_here(device)
+        number = int(args.devices.split(",")[rank])
+        if number >= max(1, torch.cuda.device_count()):
+            raise InputError(f"--devices {args.devices}: this machine shows {torch.cuda.device_count()} cards.")
+        the_device()
+        device = torch.device("cuda", number)
+        torch.cuda.set_device(device)
+        self._args, self._torch, self._device = args, torch, device
+        self._curve = read_curve_here(device) if rank == 0 else read_curve_here(device, [1 << 20])
+        self._rate = product_rate(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         begun = torch.cuda.memory_reserved(device)
@@ -113,14 +163,15 @@ class _Setup:
         if args.dir is not None:
             from ..runtime.engine.cuda.loading import load_cuda_weights
 
-            weights, report = load_cuda_weights(args.dir, device)
-            self._sheet, load = sheet_at(str(args.dir), None, None), str(report)
+            directory = directories_of(args.dir)[rank]
+            weights, report = load_cuda_weights(directory, device)
+            self._sheet, load = sheet_at(str(directory), None, None), str(report)
             args.tp = weights.tp_size
         else:
             from ..perf.random_weights import random_weights
 
             config, encodings = _configured(args)
-            weights = random_weights(config, encodings, args.tp, 0, device)
+            weights = random_weights(config, encodings, args.tp, rank, device)
             self._sheet = sheet_of(f"{args.config}, recipe {args.recipe}", config, encodings, args.tp)
         lanes, limit = max(args.lanes), weights.config.text.max_position_embeddings
         wanted = max([*args.contexts, *args.prefill, 4096])
@@ -128,19 +179,25 @@ class _Setup:
         share = pages_for(self._context)
         self._demand = Demand(
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
-            shared_heads=torch.cuda.get_device_capability(device)[0] >= 8,
+            keys_in_a_row=torch_attends(torch.cuda.get_device_capability(device)),
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         self._begun = begun
+        link: DeviceCollective = SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank)
+        if args.twin:
+            from ..perf.pair import join
+
+            link = join(args.twin, rank, Choice.parse(args.way), device)
         executor = CudaExecutor(
             weights,
-            SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank),
+            link,
             max_context=self._context,
             lanes=lanes,
             drafts=args.drafts,
             n_sampleable=weights.config.text.vocab_size,
             pages=lanes * share,
             int8=args.kv == "int8",
+            draft_window=args.draft_window,
             graphs=args.graphs == "on",
         )
         self._bench = Bench(executor, lanes, self._context)
@@ -149,20 +206,26 @@ class _Setup:
             "machine": {"card": machine.card, "driver": machine.driver, "torch": machine.torch, "cuda": machine.cuda,
                         "memory_mhz": machine.memory_mhz, "date": machine.date, "duovolt": machine.duovolt},
             "model": self._sheet.label, "tp": args.tp, "kv": args.kv, "drafts": args.drafts, "chunk": args.chunk,
-            "draft_rows": args.draft_rows, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
+            "draft_rows": args.draft_rows, "draft_window": args.draft_window,
+            "arch": args.arch, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
+            "devices": args.devices, "collective": args.way if args.twin else None,
             "weights_bytes": weights.nbytes, "plan": self._plan.parts,
+            "product_tflops": self._rate / 1e12,
             "curve": [[point.nbytes, point.gbps] for point in self._curve.points],
         }  # fmt: skip
 
     @property
     def headline(self) -> str:
         facts = self.facts
-        alone = ", one rank of two without its twin" if self._args.tp == 2 else ""
+        alone = ""
+        if self._args.tp == 2:
+            way = f", both ranks on cards {self._args.devices} through {self._args.way}"
+            alone = way if self._args.twin else ", one rank of two without its twin"
         load = f"\n{facts['load']}" if facts["load"] else ""
         return (
             f"{facts['machine']['card']}, driver {facts['machine']['driver']}, torch {facts['machine']['torch']}; "
             f"{facts['model']}{alone}; {facts['weights_bytes'] / 1e9:.2f} GB of weights, kv {facts['kv']}, "
-            f"{facts['drafts']} drafts, graphs {facts['graphs']}{load}"
+            f"{facts['drafts']} drafts, graphs {facts['graphs']}{f', kernels {arch}' if (arch := facts['arch']) else ''}{load}"
         )
 
     @property
@@ -187,6 +250,12 @@ class _Setup:
 
         shape = Shape(found.context, found.drafts, found.lanes, self._args.kv)
         return floor_of(ledger_of(self._sheet, shape), self._curve, self._args.collective_us)
+
+    def prompt_floor(self, tokens: int) -> float:
+        """Seconds of a prompt's products and attention at the rate of the vendor's fp16 product."""
+        from ..perf.engine import prompt_operations
+
+        return prompt_operations(self._sheet, tokens) / self._rate
 
     def memory(self) -> dict[str, Any]:
         used = self._torch.cuda.max_memory_reserved(self._device) - self._begun
@@ -218,6 +287,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--contexts and --prefill are from 64 to 1048576 tokens, --rounds from 10 to 10000.")
     if not 1 <= args.chunk <= 1 << 16 or args.collective_us < 0 or args.draft_rows < 0:
         raise InputError("--chunk is from 1 to 65536, --collective-us and --draft-rows are not negative.")
+    if not all(word.isdecimal() for word in args.devices.split(",")) or args.devices.count(",") > 1:
+        raise InputError(f"--devices {args.devices}: expected the number of a card, or of two with a comma between.")
     if args.json is not None and not args.json.parent.is_dir():
         raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
 

@@ -12,6 +12,7 @@ EXAMPLE = """examples:
   duovolt compare ranks/rank-0-of-1 --a reference --b cuda
   duovolt compare ranks1 ranks2 --a cuda --b cuda --devices 0,1
   duovolt compare converted ranks2 --a reference --b reference --tokens 300
+  duovolt compare ranks1 --a cuda --b cuda --arch-b compute_70
 
 Both read the same prompt; the table has, for each layer, the cosine between their outputs and |a - b| / |a|. A folder of two
 ranks runs both, side by side in this process."""
@@ -36,6 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv", choices=("int8", "fp16"), default="int8", help="cache of the cuda backend (default: int8)"
     )
+    for side in "ab":
+        parser.add_argument(
+            f"--arch-{side}",
+            metavar="ARCH",
+            help=f"code of {side}'s kernels: compute_70 is what a V100 runs (default: own)",
+        )
     parser.add_argument("--most", type=float, metavar="X", help="exit with 1 if any layer's |a - b| / |a| is above X")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
@@ -52,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     tokens = _prompt(args, first[0], config.text.vocab_size)
     devices = _devices(args.devices)
     found = compare(
-        outputs(args.a, first, tokens, devices, args.kv),
-        outputs(args.b, second, tokens, devices, args.kv),
+        outputs(args.a, first, tokens, devices, args.kv, args.arch_a),
+        outputs(args.b, second, tokens, devices, args.kv, args.arch_b),
         config.text.layer_types,
     )
     worst = max(found, key=lambda row: row.relative)

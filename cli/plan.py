@@ -29,7 +29,7 @@ EXAMPLE = """example:
   duovolt plan converted --tp 4 --json"""
 
 CARD_BYTES = (32 << 30) - 700_000_000  # of a 32 GB V100, what driver and context leave
-PLANNED_DRAFTS, PLANNED_CHUNK = 3, 512  # the server's defaults
+PLANNED_DRAFTS, PLANNED_CHUNK = 3, 2048  # the server's defaults
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +191,7 @@ def _card(
         )
     demand = Demand(
         config, tp, weights, kv, 1, PLANNED_DRAFTS if config.mtp_layers else 0, PLANNED_CHUNK, vision=tower,
-        picture_patches=patches, shared_heads=False,
+        picture_patches=patches, keys_in_a_row=False,
     )  # fmt: skip
     memory = plan_memory(demand, context, pages_for(context))
     limit = config.text.max_position_embeddings

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import attention, delta, linear, logprobs, norm, prefill, prefill_attention, rope, round, sampling, staging
+from .checks import module_on
 from .sampling_state import Drawn
 
 
@@ -81,6 +82,22 @@ torch_ops = Ops(
     round_advance=round.round_advance_reference,
     scatter_logits=round.scatter_logits_reference,
 )
+
+
+SOURCES = (
+    *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, prefill.SOURCE, prefill_attention.SOURCE),
+    *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
+)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile and load the kernels of every operation, so that nothing waits for a compiler later.
+
+    Raises EnvironmentFault if one cannot be had.
+    """
+    linear.prepare(device)
+    for source in SOURCES:
+        module_on(source, device)
 
 
 def ops_for(device: torch.device) -> Ops:

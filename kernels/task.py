@@ -84,10 +84,19 @@ def task(
 
 def matrix_of(weight: Weight, first_band: int = 0) -> Matrix:
     """A weight without its outputs."""
+    known = weight.__dict__.get("_matrix")
+    if known is None or known.words != weight.words.data_ptr():  # a copy of a weight has the other's
+        known = _filled(weight)
+        object.__setattr__(weight, "_matrix", known)  # derived from the frozen fields, and asked for at each launch
+    matrix = Matrix.from_buffer_copy(known)
+    matrix.first_band = first_band
+    return matrix
+
+
+def _filled(weight: Weight) -> Matrix:
     matrix = Matrix(
         words=weight.words.data_ptr(),
         rows=weight.shape[0],
-        first_band=first_band,
         encoding=ENCODINGS.index(weight.encoding),
     )
     if isinstance(weight, Nvfp4Weight):

@@ -1,5 +1,6 @@
 """What each layer gives, by two backends or two widths, on the same tokens: where they part, and by how much."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from ..checkpoint.manifest import has_manifest
+from ..kernels.module import forced_arch
 from ..runtime.engine.cache import Cache
 from ..runtime.engine.cuda.executor import CudaExecutor
 from ..runtime.engine.cuda.fitness import check_fitness
@@ -50,12 +52,18 @@ def directories_of(path: Path) -> list[Path]:
 
 
 def outputs(
-    backend: str, directories: list[Path], tokens: list[int], devices: list[torch.device], kv: str = "int8"
+    backend: str,
+    directories: list[Path],
+    tokens: list[int],
+    devices: list[torch.device],
+    kv: str = "int8",
+    arch: str | None = None,
 ) -> list[Tensor]:
     """Each layer's output, float32 [T, hidden] on the CPU, for a prompt of `tokens` read in chunks.
 
-    Ranks run as threads of this process, over the CPU mailbox; `devices`: one a rank, of the cuda backend. Raises
-    InputError for directories that are not the ranks of one split, and what loading raises.
+    Ranks run as threads of this process, over the CPU mailbox; `devices`: one a rank, of the cuda backend; `arch`: code of
+    its kernels, None: the card's own. Raises InputError for directories that are not the ranks of one split, and what
+    loading raises.
     """
     if backend not in BACKENDS:
         raise InputError(f"backend {backend!r}: {' or '.join(BACKENDS)}.")
@@ -68,7 +76,8 @@ def outputs(
     def work(rank: int) -> None:
         try:
             mailbox = Mailbox(region, rank, _TWIN_SECONDS) if len(directories) == 2 else None
-            with torch.inference_mode():
+            code = contextlib.nullcontext() if arch is None else forced_arch(arch)
+            with torch.inference_mode(), code:
                 run = _reference if backend == "reference" else _cuda
                 run(directories[rank], tokens, devices[rank % len(devices)], kv, mailbox, _keeping(found[rank]))
         except BaseException as fault:  # told by the caller's thread

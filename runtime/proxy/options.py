@@ -11,7 +11,8 @@ class ServeOptions:
     """As `duovolt serve --help` tells.
 
     `max_context` 0 is `auto`: on cards the longest that fits, else as None, the model's own limit, at most 32768 (on cards
-    None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no prefixes.
+    None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no
+    prefixes. `prefill_chunk` None: 2048 tokens for one lane on cards, else 512.
     `log_requests` of "-" is standard output.
     """
 
@@ -21,13 +22,14 @@ class ServeOptions:
     devices: str | None = None
     kv: str = "int8"
     graphs: str = "on"
+    delta: str = "chunked"
     draft_window: int = 0
     collective: str = "auto"
     lanes: int = 1
     drafts: int = 3
     draft_head: str = "auto"
     drafts_from: Path | None = None
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     prefix_cache: int = 2 << 30
     prefix_interval: int = 8192
     host: str = "127.0.0.1"

@@ -26,6 +26,7 @@ from .tls import check_tls
 from .tokenizer import TextTokenizer
 
 DEFAULT_CONTEXT = 32768
+CHUNK, LONE_CHUNK = 512, 2048
 _EXCHANGE_SECONDS = 20.0
 
 
@@ -58,6 +59,10 @@ class ServePlan:
         return len(self.directories)
 
     @property
+    def prefill_chunk(self) -> int:
+        return chunk_of(self.options, on_cards=self.cards is not None and bool(self.cards.uuids))
+
+    @property
     def exchange_seconds(self) -> float:
         """How long a rank waits for its twin: well within the watchdog's patience."""
         return min(_EXCHANGE_SECONDS, self.options.watchdog_seconds / 2)
@@ -66,6 +71,13 @@ class ServePlan:
     def stale_seconds(self) -> float:
         """Age of the last step from which the server does not call itself ready."""
         return min(15.0, self.options.watchdog_seconds / 2)
+
+
+def chunk_of(options: ServeOptions, *, on_cards: bool) -> int:
+    """Prompt tokens a step: as asked for; large where nobody waits for the step's end but the prompt itself."""
+    if options.prefill_chunk is not None:
+        return options.prefill_chunk
+    return LONE_CHUNK if on_cards and options.lanes == 1 else CHUNK
 
 
 def make_plan(options: ServeOptions) -> ServePlan:
@@ -131,7 +143,7 @@ def _settle(
         kv=options.kv,
         lanes=options.lanes,
         drafts=drafts,
-        prefill_chunk=options.prefill_chunk,
+        prefill_chunk=chunk_of(options, on_cards=not on_cpu),
         max_context=options.max_context or None,
     )
     found = preflight(wishes)

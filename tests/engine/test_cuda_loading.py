@@ -232,3 +232,22 @@ def test_a_missing_tensor_is_refused(stages: Path, tmp_path: Path) -> None:
     refit(broken)
     with pytest.raises(InputError, match=f"1 missing: {name}"):
         load_cuda_weights(broken, CPU)
+
+
+@pytest.mark.parametrize("encoding", [*KINDS, "fp8_e4m3/16x16"])
+def test_every_encoding_of_a_matrix_is_served_and_a_quantised_embedding_is_told(tmp_path: Path, encoding: str) -> None:
+    """L02: the verdict is given from headers, and says what to convert with."""
+
+    def chosen(spec: TensorSpec, embed: str) -> str:
+        if spec.name == EMBED:
+            return embed
+        return encoding if spec.role == "mlp.up_proj" else "bf16"
+
+    made = config(**TEXT)
+    converted(tmp_path / "good", made, words=words, encoding=lambda spec: chosen(spec, "bf16"))
+    assert plan_load(tmp_path / "good").nbytes > 0
+    if encoding.startswith(("bf16", "fp16")):
+        return
+    converted(tmp_path / "bad", made, words=words, encoding=lambda spec: chosen(spec, encoding))
+    with pytest.raises(InputError, match=r"embed_tokens.* is stored as .*Convert with a recipe that keeps it"):
+        plan_load(tmp_path / "bad")

@@ -1,15 +1,19 @@
 """`bench engine`: what is measured with, on the CPU; figures themselves need a card."""
 
+import argparse
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from duovolt.cli import bench_engine
+from duovolt.cli.main import main
 from duovolt.convert.recipe import load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
 from duovolt.perf.curve import READ, Point, Series
-from duovolt.perf.engine import Alone, Bench, breakdown, family_of, floor_of
+from duovolt.perf.engine import Alone, Bench, breakdown, family_of, floor_of, prompt_operations
 from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.random_weights import random_weights
 from duovolt.perf.shapes import configuration
@@ -89,13 +93,54 @@ def test_the_floor_is_the_sum_of_plain_reads() -> None:
     assert sums > 0
 
 
+def test_the_operations_of_a_prompt() -> None:
+    """Of the 27B: two a parameter of the layers and token, and attention that grows with the square."""
+    config = ModelConfig.from_dict(configuration("qwen3.8-27b"))
+    encodings = dict.fromkeys(inventory(config), "bf16")
+    whole, half = (sheet_of("27b", config, encodings, tp) for tp in (1, 2))
+    layers = sum(
+        s.shape[0] * s.shape[1] for s in inventory(config).values() if ".layers." in s.name and len(s.shape) == 2
+    )
+    square = 2 * 17 * 24 * 256 * 8192**2
+    assert prompt_operations(whole, 8192) == pytest.approx(2 * 8192 * layers + square, rel=1e-9)
+    assert prompt_operations(half, 8192) == pytest.approx(prompt_operations(whole, 8192) / 2, rel=1e-9)
+
+
+def test_the_second_rank_is_told_to_measure_the_same() -> None:
+    """What goes on its command line is read back as the same choices."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quiet", action="store_true")
+    bench_engine.configure(parser)
+    given = [
+        "--devices",
+        "0,1",
+        "--contexts",
+        "8192",
+        "64",
+        "--prefill",
+        "--no-profile",
+        "--layers",
+        "4",
+        "--json",
+        "x.json",
+    ]
+    first = parser.parse_args(given)
+    words = bench_engine._words(first)
+    assert words[:2] == ["bench", "engine"]
+    second = parser.parse_args([*words[2:], "--twin", "name"])
+    parted = {name for name, value in vars(first).items() if getattr(second, name) != value}
+    assert parted == {"twin", "json", "quiet"} and second.prefill == [] and second.contexts == [8192, 64]
+
+
+@pytest.mark.parametrize("words", [["--devices", "0,1,2"], ["--devices", "x"], ["--lanes", "5"], ["--rounds", "1"]])
+def test_what_makes_no_sense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", *words]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_memory_is_what_was_planned(tmp_path: Path) -> None:
     """L05: a slice of the 27B, prefill and rounds included: within 5 % and a constant of what small sizes round up."""
-    import json
-
-    from duovolt.cli.main import main
-
     where = tmp_path / "engine.json"
     words = [
         "bench",

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ....checkpoint.errors import EnvironmentFault
+from ....kernels.ops import prepare
 from ...parallel.device import DeviceCollective
 from ..engine import Engine
 from ..loading import EngineSettings, check_settings_fit, engine_of, sampleable, tower_of
@@ -20,11 +21,13 @@ from .selftest import check_answers
 class CudaSettings(EngineSettings):
     """Choices of this backend beside those of every engine.
 
-    kv: `int8` or `fp16`; graphs: capture rounds; draft_window: tokens of context that drafting looks at, 0: all.
+    kv: `int8` or `fp16`; graphs: capture rounds; chunked_delta: prompts go through the delta rule 64 tokens at a time;
+    draft_window: tokens of context that drafting looks at, 0: all.
     """
 
     kv: str = "int8"
     graphs: bool = True
+    chunked_delta: bool = True
     draft_window: int = 0
 
 
@@ -51,6 +54,7 @@ def load_cuda_engine(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         check_answers(device)
+        prepare(device)  # before the ranks meet: one that compiles is late
     try:
         weights, report = load_planned(plan, device)
         tower = tower_of(directory, plan.source, weights.vision)
@@ -66,6 +70,7 @@ def load_cuda_engine(
             draft_head=settings.draft_head != "off",
             draft_window=settings.draft_window,
             graphs=settings.graphs,
+            chunked_delta=settings.chunked_delta,
             tower=tower,
         )
         if device.type == "cuda":

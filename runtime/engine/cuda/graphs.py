@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ....checkpoint.errors import EnvironmentFault
+
 
 class Graphs:
     """Runs functions of no arguments by key; each must always do the same launches on the same memory.
@@ -52,7 +54,7 @@ class Graphs:
                     work()
                 finally:
                     graph.capture_end()
-        except RuntimeError as error:
+        except (RuntimeError, EnvironmentFault) as error:
             self.enabled, self.fault = False, str(error).splitlines()[0]
             self._graphs.clear()
             return None

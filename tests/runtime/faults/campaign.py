@@ -1,7 +1,7 @@
 """The whole campaign: every fault in every phase, counted.
 
 `python -m duovolt.tests.runtime.faults.campaign --backend scripted --backend reference` prints the table of
-docs/reliability.md; `--only WORD` keeps the trials whose name holds the word, `--repeat N` makes each N times.
+docs/reliability.md; `--only REGEX` keeps the trials whose "fault, victim, phase" has it, `--repeat N` makes each N times.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .leaving import WAYS, client_leaves
@@ -76,10 +77,13 @@ def trials(backend: str, size: int = 2) -> Iterator[Trial]:
         yield Trial("/dev/shm full", "all", "restart", full_at_restart)
     most = 24 if scripted else 12
     yield Trial("300 requests, clients leave", "all", "all", lambda world: _mixed(world, most))
+    if not scripted:
+        more = ("--prefix-cache", "off")  # every page must come back
+        yield Trial("300 requests, clients leave", "all", "no cache", lambda world: _mixed(world, most, more))
 
 
-def _mixed(world: World, most_tokens: int) -> None:
-    print(f"    {mixed_requests(world, most_tokens=most_tokens)}")
+def _mixed(world: World, most_tokens: int, more: Sequence[str] = ()) -> None:
+    print(f"    {mixed_requests(world, most_tokens=most_tokens, more=more)}")
 
 
 def _doors(victim: int, size: int) -> Iterator[Trial]:
@@ -143,9 +147,10 @@ def table(report: list[dict[str, object]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=("scripted", "reference", "cuda"))
-    parser.add_argument("--only", default="", help="trials whose fault, victim and phase hold this word")
+    parser.add_argument("--only", default="", metavar="REGEX", help="trials whose fault, victim and phase have this")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="more options of duovolt serve, in one word")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--dir", type=Path, help="ranks to serve in place of the fixture's; cuda needs such")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the outcomes there")
@@ -157,8 +162,10 @@ def main() -> int:
             if backend == "scripted":
                 world = scripted_world(Path(folder), size=args.ranks)
             else:
-                world = real_world(Path(folder), backend, args.serve.split(), args.ranks)
-            chosen = [t for t in trials(backend, args.ranks) if args.only in f"{t.fault}, {t.victim}, {t.phase}"]
+                world = real_world(Path(folder), backend, args.serve.split(), args.ranks, args.dir)
+            chosen = [
+                t for t in trials(backend, args.ranks) if re.search(args.only, f"{t.fault}, {t.victim}, {t.phase}")
+            ]
             run_trials(world, chosen * args.repeat, report)
     print(table(report))
     if args.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -18,7 +19,9 @@ from .world import World, log_pairs
 _AT_ONCE = 12
 
 
-def mixed_requests(world: World, count: int = 300, seed: int = 0, most_tokens: int = 24) -> dict[str, int]:
+def mixed_requests(
+    world: World, count: int = 300, seed: int = 0, most_tokens: int = 24, more: Sequence[str] = ()
+) -> dict[str, int]:
     """Survived if every answer that was waited for is right, all that was left is freed on both ranks, nothing had to
     start again, and both ranks' logs are the same to the last record. Returns how many were of each kind."""
     kinds = random.Random(seed).choices(
@@ -41,7 +44,7 @@ def mixed_requests(world: World, count: int = 300, seed: int = 0, most_tokens: i
             except BaseException as error:
                 failures.append(error)
 
-    with running(world, lanes=4) as server:
+    with running(world, lanes=4, more=more) as server:
         server.wait_ready()
         threads = [threading.Thread(target=work, daemon=True) for _ in range(_AT_ONCE)]
         for thread in threads:

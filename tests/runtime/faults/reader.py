@@ -25,6 +25,7 @@ class Reader:
         self.end = ""
         self.error = ""
         self.status = 0
+        self.prompt = body["prompt"]
         self._url, self._body, self._leave_after = server.url + PATH, body, leave_after
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -8,7 +8,7 @@ from pathlib import Path
 from .invariants import serves, whole
 from .reader import Reader
 from .trials import running, wait_ranks
-from .world import LONG, World
+from .world import World
 
 
 def second_rank_process(world: World) -> None:
@@ -29,11 +29,11 @@ def second_server(world: World) -> None:
     """Its start sweeps the dead and leaves the living alone: the first one's answer goes on."""
     with running(world) as server:
         server.wait_ready()
-        reader = Reader(server, world.body(LONG))
+        reader = Reader(server, world.body())
         reader.wait_pieces(3)
         with running(world) as other:
             other.wait_ready()
             serves(world, other)
         reader.join(60)
-        whole(world, reader, LONG)
+        whole(world, reader, world.long)
         assert server.metric("restarts_total") == 0

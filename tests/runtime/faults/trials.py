@@ -22,7 +22,7 @@ from .invariants import (
     whole,
 )
 from .reader import Reader
-from .world import LONG, WATCHDOG_SECONDS, World
+from .world import PREFILL, WATCHDOG_SECONDS, World
 
 SERVING = ("idle", "queue", "prefill", "decode", "drain")
 STARTING = ("start", "load")
@@ -80,13 +80,13 @@ def enter(world: World, server: Server, phase: str) -> list[Reader]:
     if phase == "idle":
         return []
     if phase == "prefill":
-        readers = [Reader(server, world.body(4, long_prompt=True))]
+        readers = [Reader(server, world.body(PREFILL, long_prompt=True))]
         _wait_open(server, 1)
         time.sleep(random.uniform(0.2, 1.0))
         assert readers[0].pieces == 0, "the prompt was read too fast for this phase"
         return readers
     count = 4 if phase == "queue" else 2
-    readers = [Reader(server, world.body(LONG)) for _ in range(count)]
+    readers = [Reader(server, world.body()) for _ in range(count)]
     _wait_open(server, count)
     while sum(reader.pieces > 2 for reader in readers) < 2:
         assert not any(reader.end for reader in readers), [reader.error for reader in readers]
@@ -187,7 +187,7 @@ def rank_pauses(victim: int, phase: str) -> Callable[[World], None]:
                 _pause(pids[victim])
             for reader in readers:
                 reader.join(60)
-                whole(world, reader, LONG)
+                whole(world, reader, world.long)
             if phase == "drain":
                 assert server.wait_exit(_SLACK) == 0
                 left_nothing(server, pids)
@@ -300,7 +300,7 @@ def proxy_pauses(phase: str) -> Callable[[World], None]:
             _pause(server.pid, WATCHDOG_SECONDS + 1)
             for reader in readers:
                 reader.join(60)
-                whole(world, reader, LONG)
+                whole(world, reader, world.long)
             if phase == "drain":
                 assert server.wait_exit(_SLACK) == 0
                 left_nothing(server, pids)
@@ -315,23 +315,25 @@ def proxy_pauses(phase: str) -> Callable[[World], None]:
     return run
 
 
-def door_opens(door: str, text: str, *, words: str, survives: bool, most_tokens: int = LONG) -> Callable[[World], None]:
+def door_opens(
+    door: str, text: str, *, words: str, survives: bool, most_tokens: int | None = None
+) -> Callable[[World], None]:
     """A fault ordered by a door while an answer is made: it changes nothing (`survives`), or both ranks stop with `words`
-    in the log, after at most `most_tokens` tokens."""
+    in the log, after at most `most_tokens` pieces of text."""
 
     def run(world: World) -> None:
         with running(world, **{door: text}) as server:
             server.wait_ready()
             old = wait_ranks(world, server)
-            reader = Reader(server, world.body(LONG // 2))
+            reader = Reader(server, world.body(world.long // 2))
             reader.join(60)
             if survives:
-                whole(world, reader, LONG // 2)
+                whole(world, reader, world.long // 2)
                 serves(world, server)
                 assert server.metric("restarts_total") == 0
             else:
                 broken_off(world, reader)
-                assert reader.pieces <= most_tokens, reader.text
+                assert reader.pieces <= (most_tokens or world.long), reader.text
                 server.wait_log(words)
                 server.wait_log("ready on", count=2)
                 left_nothing(server, old)

@@ -13,12 +13,16 @@ from ..stub_model import ids, make_ranks, write_script
 WATCHDOG_SECONDS = 5.0
 DRAIN_SECONDS = 30.0
 LETTERS = "the quick brown fox jumps over a lazy dog; "
-SHORT, LONG = 6, 90  # tokens
+SHORT, PREFILL = 6, 4  # tokens of an answer; PREFILL: of one to the long prompt
 
 
 @dataclass
 class World:
-    """A backend with its `size` ranks. `expected`: the text of the longest answer; every shorter one is a part of it."""
+    """A backend with its `size` ranks.
+
+    long      tokens of an answer that takes some seconds
+    expected  the text of that answer; every shorter one is a part of it (`expected_of_long`: of that to the long prompt)
+    """
 
     backend: str
     ranks: Path
@@ -27,7 +31,9 @@ class World:
     prompt: Any
     long_prompt: Any = None
     expected: str = ""
+    expected_of_long: str = ""
     size: int = 2
+    long: int = 90
     extra: dict[str, Any] = field(default_factory=dict)
 
     def server(
@@ -36,19 +42,20 @@ class World:
         lanes: int = 2,
         watchdog: float = WATCHDOG_SECONDS,
         before: list[str] | None = None,
+        more: Sequence[str] = (),
         **environment: str,
     ) -> Server:
         """A server that is starting; its ranks log their records."""
         arguments = [
             str(self.ranks), *self.options, "--lanes", str(lanes), "--watchdog-seconds", str(watchdog),
-            "--drain-seconds", str(DRAIN_SECONDS),
+            "--drain-seconds", str(DRAIN_SECONDS), *more,
         ]  # fmt: skip
         return Server(arguments, {"DUOVOLT_LOCKSTEP_LOG": str(self.logs)} | environment, before)
 
-    def body(self, tokens: int = LONG, *, long_prompt: bool = False, stream: bool = True) -> dict[str, Any]:
+    def body(self, tokens: int | None = None, *, long_prompt: bool = False, stream: bool = True) -> dict[str, Any]:
         """A request for `/v1/completions`."""
         prompt = self.long_prompt if long_prompt else self.prompt
-        return {"prompt": prompt, "max_tokens": tokens, "stream": stream, "temperature": 0, **self.extra}
+        return {"prompt": prompt, "max_tokens": tokens or self.long, "stream": stream, "temperature": 0, **self.extra}
 
 
 def scripted_world(folder: Path, *, delay_ms: float = 30, size: int = 2) -> World:
@@ -59,19 +66,38 @@ def scripted_world(folder: Path, *, delay_ms: float = 30, size: int = 2) -> Worl
     return World("scripted", make_ranks(folder / "ranks", size), _logs(folder), options, "hi", expected=text, size=size)
 
 
-def real_world(folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2) -> World:
-    """The fixture's tiny model, served with `more` options; its plain answer is asked for once."""
+def real_world(
+    folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2, ranks: Path | None = None
+) -> World:
+    """`ranks`, or those of the fixture's tiny model, served with `more` options; the plain answer is asked for once.
+
+    A card makes thousands of a small model's tokens a second: answers and prompt are longer there.
+    """
     from ..real_model import make_ranks as make_real_ranks
 
-    options = ["--backend", backend, "--max-context", "4096", "--prefill-chunk", "32", "--drafts", "3", *more]
-    world = World(backend, make_real_ranks(folder, size), _logs(folder), options, [1, 2, 3, 4, 5], size=size)
-    world.long_prompt = [1 + number % 200 for number in range(3500)]
+    long, prompt = (12000, 15000) if backend == "cuda" and "cpu" not in more else (90, 3500)
+    options = [
+        "--backend",
+        backend,
+        "--max-context",
+        str(prompt + 500),
+        "--prefill-chunk",
+        "32",
+        "--drafts",
+        "3",
+        *more,
+    ]
+    ranks = ranks or make_real_ranks(folder, size)
+    world = World(backend, ranks, _logs(folder), options, [1, 2, 3, 4, 5], size=size, long=long)
+    world.long_prompt = [1 + number % 200 for number in range(prompt)]
     world.extra = {"ignore_eos": True}
     server = world.server(watchdog=60)
     try:
         with server.wait_ready().client(120) as client:
-            body = world.body(LONG, stream=False)
-            world.expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            texts = []
+            for body in (world.body(stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
+                texts.append(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
+            world.expected, world.expected_of_long = texts
     finally:
         server.kill()
     return world

@@ -1,0 +1,65 @@
+"""Two processes that measure the same thing as the two ranks of a model: this one and a child, joined as ranks are."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..checkpoint.errors import EnvironmentFault
+from ..runtime.parallel.choice import Choice, choose
+from ..runtime.parallel.device import DeviceCollective
+from ..runtime.parallel.mailbox import Mailbox
+from ..runtime.parallel.region import Region, region_bytes
+from ..runtime.parallel.shared import SharedFile
+from ..runtime.parallel.ways import open_way
+
+MEETING_SECONDS = 600.0  # one rank may take longer to make its weights
+WAIT_SECONDS = 20.0
+_GRACE_SECONDS = 60.0
+
+
+def way_between(wish: str, devices: Sequence[int]) -> Choice:
+    """As `serve` chooses between two cards; both ranks on one card have only host memory, or what is named.
+
+    Raises EnvironmentFault where the cards are not there or cannot exchange.
+    """
+    count = torch.cuda.device_count()
+    if max(devices) >= count:
+        raise EnvironmentFault(f"--devices {','.join(map(str, devices))}: this machine shows {count} cards.")
+    if devices[0] == devices[1] or wish != "auto":
+        small = "host" if wish == "auto" else wish
+        return Choice.parse(small if small == "nccl" else f"{small},peer")
+    return choose("auto")
+
+
+@contextlib.contextmanager
+def twin(words: Sequence[str]) -> Iterator[str]:
+    """Run `duovolt WORDS --twin NAME` beside this process: the name of what both meet in. It ends with the block.
+
+    Raises EnvironmentFault if the child fails.
+    """
+    shared = SharedFile.create(region_bytes())
+    child = subprocess.Popen([sys.executable, "-m", "duovolt", *words, "--twin", shared.name], stderr=subprocess.PIPE)
+    try:
+        yield shared.name
+        _, errors = child.communicate(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFault(f"the second rank did not end within {_GRACE_SECONDS:.0f} s of the first.") from None
+    finally:
+        child.kill()
+        child.wait()
+        shared.unlink()
+    if child.returncode:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise EnvironmentFault(f"the second rank ended with exit code {child.returncode}: {last[0]}")
+
+
+def join(name: str, rank: int, way: Choice, device: torch.device) -> DeviceCollective:
+    """Meet the other rank and open the way. Raises as `open_way` does, MailboxTimeout if it does not come."""
+    mailbox = Mailbox(Region(SharedFile.attach(name).memory), rank, WAIT_SECONDS)
+    mailbox.meet(MEETING_SECONDS)
+    return open_way(way, mailbox, device, WAIT_SECONDS)

@@ -1,0 +1,69 @@
+"""What runs in a graph runs as it is written first, and for ever where a capture fails; here without a card."""
+
+import contextlib
+
+import pytest
+import torch
+
+from duovolt.checkpoint.errors import EnvironmentFault
+from duovolt.runtime.engine.cuda.graphs import Graphs
+
+
+class Graph:
+    """A graph that only notes what happens to it."""
+
+    notes: list[str] = []
+    fault: Exception | None = None
+
+    def capture_begin(self, **_: object) -> None:
+        self.notes.append("begin")
+        if self.fault is not None:
+            raise self.fault
+
+    def capture_end(self) -> None:
+        self.notes.append("end")
+
+    def replay(self) -> None:
+        self.notes.append("replay")
+
+
+class Stream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+@pytest.fixture
+def notes(monkeypatch) -> list[str]:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Graph, "notes", [])
+    return Graph.notes
+
+
+def test_the_first_run_is_plain_the_second_is_captured_the_third_replayed(notes):
+    graphs = Graphs(torch.device("cuda"), enabled=True)
+    for _ in range(3):
+        graphs.run("a", lambda: notes.append("work"))
+    graphs.run("b", lambda: notes.append("other"))
+    assert notes == ["work", "begin", "work", "end", "replay", "replay", "other"] and len(graphs) == 1
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("not permitted\nat all"), EnvironmentFault("launching x failed")])
+def test_after_a_capture_that_fails_everything_runs_as_it_is_written(notes, monkeypatch, fault):
+    monkeypatch.setattr(Graph, "fault", fault)
+    graphs = Graphs(torch.device("cuda"), enabled=True)
+    for _ in range(3):
+        graphs.run("a", lambda: notes.append("work"))
+    assert notes == ["work", "begin", "work", "work"] and not graphs.enabled
+    assert graphs.fault == str(fault).splitlines()[0]
+
+
+def test_there_are_no_graphs_on_a_cpu_or_where_they_are_off(notes):
+    for graphs in (Graphs(torch.device("cpu"), enabled=True), Graphs(torch.device("cuda"), enabled=False)):
+        for _ in range(3):
+            graphs.run("a", lambda: None)
+        assert len(graphs) == 0
+    assert notes == []
