@@ -1,10 +1,12 @@
 """A finished directory made an interrupted run again, so that the stage that wrote it can write a part of it anew.
 
 Repair needs no second writer: what is proved right is listed in a journal, the manifest goes, and the stage, run once
-more, keeps the listed files and writes the others, as after a kill.
+more, keeps the listed files and writes the others, as after a kill. Of those it keeps the tensors that are as the
+manifest had them.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from .stage import (
     AtomicFile,
     DirectoryLock,
     JournalEntry,
+    Mark,
     disk_errors,
     sync_directory,
     tidy,
@@ -27,10 +30,22 @@ from .stage import (
 )
 
 
+@dataclass(frozen=True)
+class Sound:
+    """What is right in a damaged directory: whole `files`, and of the others every tensor but those in `suspect`.
+
+    `suspect` None: no tensor. Either is proved again by the manifest's digests before it is kept; `suspect` names those
+    that the manifest itself may be wrong about.
+    """
+
+    files: Collection[str]
+    suspect: Collection[str] | None = None
+
+
 def reopen(
-    directory: Path, identity: str, conversion_id: str, keep: Collection[str], about: Mapping[str, Any] | None = None
+    directory: Path, identity: str, conversion_id: str, sound: Sound, about: Mapping[str, Any] | None = None
 ) -> None:
-    """Make `directory` an interrupted run of `identity` that has finished the files `keep`, and nothing else.
+    """Make `directory` an interrupted run of `identity` that has finished the files of `sound`, and nothing else.
 
     `identity` is that of the stage's StageDirectory; `about` is kept beside it for `about_interrupted`. A directory that
     is empty, absent or an interrupted run already stays as it is. A kill at any moment leaves a directory that is
@@ -52,7 +67,10 @@ def reopen(
         tidy(directory)
         lines: list[Any] = [{"identity": identity, "about": dict(about or {})}]
         if manifest is not None:
-            lines += [_entry(name, manifest) for name in sorted(keep) if name in manifest.files]
+            lines += [_entry(name, manifest) for name in sorted(sound.files) if name in manifest.files]
+            if sound.suspect is not None:
+                damaged = {record.file for record in manifest.tensors.values()} - set(sound.files)
+                lines += [Mark(name, tensors=_digests(name, manifest, sound.suspect)) for name in sorted(damaged)]
         with AtomicFile(directory / JOURNAL) as handle:
             handle.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         write_event()
@@ -61,8 +79,13 @@ def reopen(
 
 
 def _entry(name: str, manifest: Manifest) -> JournalEntry:
-    digests = {tensor: record.digest for tensor, record in manifest.tensors.items() if record.file == name}
+    digests = _digests(name, manifest)
     return JournalEntry(name, manifest.files[name], {"digests": digests} if digests else {})
+
+
+def _digests(name: str, manifest: Manifest, without: Collection[str] = ()) -> dict[str, str]:
+    tensors = {tensor: record.digest for tensor, record in manifest.tensors.items() if record.file == name}
+    return {tensor: digest for tensor, digest in tensors.items() if tensor not in without}
 
 
 def _readable_manifest(directory: Path) -> Manifest | None:

@@ -1,7 +1,8 @@
 """Writing a directory so that it is either finished and right, or visibly unfinished.
 
 Files are written under temporary names beside their target, flushed, fsynced and renamed. A journal remembers what was
-finished, so that an interrupted stage resumes by re-hashing; the manifest is written last. A lock keeps two runs out.
+finished, and how far a large file had come, so that an interrupted stage resumes by re-hashing; the manifest is written
+last. A lock keeps two runs out.
 
 Test doors: DUOVOLT_STOP_AT_WRITE=N kills this process with SIGKILL at its N-th write, fsync or rename;
 DUOVOLT_FAIL_AT_WRITE=N:ENOSPC (or another name of errno) lets that one fail, N:SIGINT interrupts it;
@@ -33,6 +34,7 @@ LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 FACTS = ".duovolt.facts"  # what a stage keeps for whoever resumes it
 TEMPORARY = ".duovolt-tmp"
+READ_AGAIN = 1 << 20  # bytes
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
 NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding rubbish raises
 WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
@@ -164,19 +166,36 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def temporary(path: Path) -> Path:
+    """Where a file is written before it gets its name."""
+    return path.with_name(f".{path.name}{TEMPORARY}")
+
+
+def _is_only_ours(path: Path) -> bool:
+    """True for a regular file that has no other name: to write into it changes nothing else."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1
+
+
 class AtomicFile:
     """A file that appears under its final name only when whole: temporary name, fsync, rename.
 
-    The mode follows the umask, or that of the file it replaces.
+    The mode follows the umask, or that of the file it replaces. `kept`: what an earlier run left under the temporary name
+    is at hand, its first `left` bytes, and what this one leaves stays there, unless it proves wrong (CheckFailed).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kept: bool = False) -> None:
         self.path = path
-        self._temporary = path.with_name(f".{path.name}{TEMPORARY}")
+        self.left = 0
+        self._kept = kept
+        self._temporary = temporary(path)
 
     def __enter__(self) -> "AtomicFile":
-        self._temporary.unlink(missing_ok=True)
-        self._file = self._temporary.open("xb", buffering=0)
+        if self._kept and _is_only_ours(self._temporary):
+            self._file = self._temporary.open("r+b", buffering=0)
+            self.left = os.fstat(self._file.fileno()).st_size
+        else:
+            self._temporary.unlink(missing_ok=True)
+            self._file = self._temporary.open("x+b", buffering=0)
         self._written = self._begun = 0
         if self.path.exists():
             os.fchmod(self._file.fileno(), self.path.stat().st_mode & 0o7777)
@@ -194,6 +213,19 @@ class AtomicFile:
             begin_writeback(self._file.fileno(), self._begun, self._written - self._begun)
             self._begun = self._written
 
+    def read_left(self, begin: int, end: int) -> Iterator[memoryview]:
+        """Bytes begin .. end - 1 of what was left, a piece at a time, each valid until the next; fewer if there are fewer."""
+        room = memoryview(bytearray(min(READ_AGAIN, max(0, end - begin))))
+        while begin < end and (count := os.preadv(self._file.fileno(), [room[: end - begin]], begin)):
+            yield room[:count]
+            begin += count
+
+    def keep(self, nbytes: int) -> None:
+        """The next `nbytes` are there already."""
+        self._file.seek(nbytes, os.SEEK_CUR)
+        self._written += nbytes
+        self._begun = self._written
+
     def skip(self, nbytes: int) -> None:
         """Append a hole: `nbytes` that read as zeros and take no room on most file systems."""
         write_event()
@@ -203,8 +235,11 @@ class AtomicFile:
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is not None:
             self._file.close()
-            self._temporary.unlink(missing_ok=True)
+            if not self._kept or issubclass(kind, CheckFailed):
+                self._temporary.unlink(missing_ok=True)
             return
+        if self.left > self._written:
+            self._file.truncate(self._written)
         write_event()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -239,6 +274,19 @@ class JournalEntry(msgspec.Struct, frozen=True):
     note: dict[str, Any]
 
 
+class Mark(msgspec.Struct, frozen=True):
+    """How far `part`, a file not yet finished, had come: its first `bytes` have this digest, and the stage's `note`.
+
+    Or, of a file to be repaired, the digests that its tensors should have.
+    """
+
+    part: str
+    bytes: int = 0
+    digest: str = ""
+    tensors: dict[str, str] = {}
+    note: dict[str, Any] = {}
+
+
 class StageDirectory:
     """The output directory of one stage, entered as a context manager.
 
@@ -252,6 +300,7 @@ class StageDirectory:
         self.files: dict[str, FileRecord] = {}
         self.resumed: list[str] = []
         self._done: dict[str, JournalEntry] = {}
+        self._marks: dict[str, list[Mark]] = {}
 
     def __enter__(self) -> "StageDirectory":
         with disk_errors(self.path):
@@ -268,12 +317,19 @@ class StageDirectory:
         return self
 
     def _open(self) -> None:
-        for leftover in self.path.glob(f".*{TEMPORARY}"):
-            leftover.unlink()
+        try:
+            self._read_journal()
+        finally:
+            wanted = {temporary(self.path / name) for name in self._marks}
+            for leftover in set(self.path.glob(f".*{TEMPORARY}")) - wanted:
+                leftover.unlink()
+
+    def _read_journal(self) -> None:
         journal = self.path / JOURNAL
         _require_regular(journal)
         if not journal.exists():
-            if strangers := [p.name for p in sorted(self.path.iterdir()) if p.name != LOCK]:
+            known = {LOCK, *(p.name for p in self.path.glob(f".*{TEMPORARY}"))}
+            if strangers := [p.name for p in sorted(self.path.iterdir()) if p.name not in known]:
                 raise InputError(
                     f"{self.path}: not empty ({', '.join(strangers[:4])}{', ...' if len(strangers) > 4 else ''}), and not "
                     "an interrupted run of this stage. Choose an empty or new directory."
@@ -300,16 +356,23 @@ class StageDirectory:
         for line in lines[1:]:
             try:
                 entry = msgspec.json.decode(line, type=JournalEntry)
+                self._done[entry.name] = entry
+                continue
+            except NO_JSON:
+                pass
+            try:
+                mark = msgspec.json.decode(line, type=Mark)
+                self._marks.setdefault(mark.part, []).append(mark)
             except NO_JSON:
                 continue
-            self._done[entry.name] = entry
 
-    def _append(self, value: Any) -> None:
+    def _append(self, value: Any, durable: bool = True) -> None:
         with (self.path / JOURNAL).open("ab", buffering=0) as handle:
             write_event()
             handle.write(msgspec.json.encode(value) + b"\n")
-            write_event()
-            os.fsync(handle.fileno())
+            if durable:
+                write_event()
+                os.fsync(handle.fileno())
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         self._lock.__exit__()
@@ -326,10 +389,29 @@ class StageDirectory:
         return entry.note
 
     @contextmanager
-    def create(self, name: str) -> Iterator[AtomicFile]:
-        """An AtomicFile in this directory, with disk faults explained."""
-        with disk_errors(self.path), AtomicFile(self.path / name) as handle:
-            yield handle
+    def create(self, name: str, kept: bool = False) -> Iterator[AtomicFile]:
+        """An AtomicFile in this directory, with disk faults explained. `kept`: what `marks` speak of is at hand."""
+        path = self.path / name
+        with disk_errors(self.path):
+            if (
+                kept
+                and not temporary(path).exists()
+                and any(m.tensors for m in self.marks(name))
+                and _is_only_ours(path)
+            ):
+                write_event()
+                path.rename(temporary(path))  # to be repaired where it stands
+            with AtomicFile(path, kept) as handle:
+                yield handle
+
+    def marks(self, name: str) -> list[Mark]:
+        """What an earlier run noted of a file that it did not finish, oldest first."""
+        return self._marks.get(name, [])
+
+    def mark(self, name: str, written: int, digest: str, note: dict[str, Any] | None = None) -> None:
+        """Note how far a file has come. A power cut may lose it, and then only work is lost: marks are proved."""
+        with disk_errors(self.path):
+            self._append(Mark(name, written, digest, note=note or {}), durable=False)
 
     def finished(self, name: str, record: FileRecord, note: dict[str, Any] | None = None) -> None:
         """Record a file that `create` has just written."""

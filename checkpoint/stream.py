@@ -1,7 +1,8 @@
 """A file read once, from front to back, and handed out in pieces that fit a core's own cache.
 
-Several digests of a piece then cost one trip to memory. What the kernel has in memory is copied piece by piece, into a
-place that is still in the cache; the disk, which may be at the other end of a network, is asked for large blocks only.
+Several digests of a piece then cost one trip to memory. What the kernel has in memory is taken where it stands, or copied
+piece by piece into a place that is still in the cache; the disk, which may be at the other end of a network, is asked
+for large blocks only.
 """
 
 import errno
@@ -12,6 +13,7 @@ import numpy as np
 
 from .digest import BLOCK
 from .errors import InputError, naming
+from .mapping import MappedFile
 
 PIECE = 1 << 20  # bytes: half of a server core's second-level cache
 LARGEST = 2 << 20  # bytes that can be taken at once
@@ -33,6 +35,7 @@ class ByteStream:
         self.path = path
         self.block_bytes = max(block_bytes, LARGEST)
         self._file = path.open("rb", buffering=0)
+        self._mapped = MappedFile(path, self._file.fileno())
         self._room = page_aligned(self.memory(block_bytes))
         self._begin = self._end = LARGEST  # what was read and not yet taken stands between them
         self._position = 0  # in the file, of the next read
@@ -48,13 +51,17 @@ class ByteStream:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._mapped.close()
         self._file.close()
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` bytes, at most LARGEST; uint8, valid until the next call.
+        """The next `count` bytes, at most LARGEST; uint8, not to be written to, valid until the next call.
 
         Raises InputError if the file ends before.
         """
+        if self._begin == self._end and (piece := self._mapped.take(self._position, count)) is not None:
+            self._position += count
+            return piece
         if count > self._end - self._begin:
             self._refill(count)
             if count > self._end - self._begin:

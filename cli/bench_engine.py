@@ -17,9 +17,10 @@ EXAMPLE = """examples:
 
 Decode rounds and first tokens of one rank on a card, as the engine runs them, over random weights in the encodings of a
 recipe (or a rank directory). --devices 0,1 runs both ranks of two; --tp 2 on one card measures one rank of two without its
-twin: sums are its own part. `floor`: every large read at the speed of a plain read of its bytes, measured in the same run, and
---collective-us a collective. Depths are filled with random keys and values, and drafts are forced to stand. The kernels' times
-come from a profiled pass of its own."""
+twin: sums are its own part. `floor`: every large read at the speed of a plain read of its bytes, measured in the same run,
+and --collective-us a collective; of a first token, every product and attention at the rate of the vendor's fp16 product.
+Depths are filled with random keys and values, and drafts are forced to stand. The kernels' times come from a profiled pass
+of its own."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="prompt tokens a step (default: 2048)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
     parser.add_argument("--graphs", choices=("on", "off"), default="on")
+    parser.add_argument(
+        "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
+    )
     parser.add_argument(
         "--collective-us", type=float, default=0.0, metavar="US", help="of one sum, for the floor of --tp 2"
     )
@@ -106,11 +110,12 @@ def _measure(args: argparse.Namespace, rank: int = 1) -> int:
     prompts = []
     for tokens in args.prefill:
         seen = setup.prefill(tokens)
-        prompts.append(asdict(seen))
+        floor = setup.prompt_floor(tokens)
+        prompts.append(asdict(seen) | {"floor_seconds": floor})
         if not args.quiet:
             print(
                 f"first token after {seen.tokens:>7,}: {seen.seconds:8.2f} s  {seen.tokens / seen.seconds:9,.0f} tokens/s  "
-                f"overflows {seen.overflows}",
+                f"floor {floor:7.2f} s  ratio {seen.seconds / floor:.2f}  overflows {seen.overflows}",
                 flush=True,
             )
     memory = setup.memory()
@@ -129,7 +134,8 @@ class _Setup:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         import torch
 
-        from ..perf.engine import Alone, Bench, read_curve_here
+        from ..kernels.prefill_attention import torch_attends
+        from ..perf.engine import Alone, Bench, product_rate, read_curve_here
         from ..perf.kernels import the_device
         from ..perf.layerwise import directories_of
         from ..perf.machine import read_machine
@@ -149,6 +155,7 @@ class _Setup:
         torch.cuda.set_device(device)
         self._args, self._torch, self._device = args, torch, device
         self._curve = read_curve_here(device) if rank == 0 else read_curve_here(device, [1 << 20])
+        self._rate = product_rate(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         begun = torch.cuda.memory_reserved(device)
@@ -172,7 +179,7 @@ class _Setup:
         share = pages_for(self._context)
         self._demand = Demand(
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
-            shared_heads=torch.cuda.get_device_capability(device)[0] >= 8,
+            keys_in_a_row=torch_attends(torch.cuda.get_device_capability(device)),
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         self._begun = begun
@@ -203,6 +210,7 @@ class _Setup:
             "arch": args.arch, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
             "devices": args.devices, "collective": args.way if args.twin else None,
             "weights_bytes": weights.nbytes, "plan": self._plan.parts,
+            "product_tflops": self._rate / 1e12,
             "curve": [[point.nbytes, point.gbps] for point in self._curve.points],
         }  # fmt: skip
 
@@ -242,6 +250,12 @@ class _Setup:
 
         shape = Shape(found.context, found.drafts, found.lanes, self._args.kv)
         return floor_of(ledger_of(self._sheet, shape), self._curve, self._args.collective_us)
+
+    def prompt_floor(self, tokens: int) -> float:
+        """Seconds of a prompt's products and attention at the rate of the vendor's fp16 product."""
+        from ..perf.engine import prompt_operations
+
+        return prompt_operations(self._sheet, tokens) / self._rate
 
     def memory(self) -> dict[str, Any]:
         used = self._torch.cuda.max_memory_reserved(self._device) - self._begun

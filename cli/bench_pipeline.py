@@ -17,7 +17,7 @@ from ..perf.stages import StageRaces, race_stages
 EXAMPLE = """examples:
   duovolt bench pipeline
   duovolt bench pipeline --work /big/disk/bench --gigabytes 4
-  duovolt bench pipeline --work /big/disk/bench --gigabytes 4 --stages
+  duovolt bench pipeline --work /big/disk/bench --gigabytes 4 --stages --apart /dev/shm/bench
   duovolt bench pipeline --work /big/disk/bench --full
   duovolt bench pipeline --quantisers
 
@@ -33,6 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
     parser.add_argument("--arithmetic", choices=("auto", "compiled", "numpy"), default="auto", help="as for convert")
     parser.add_argument("--work", type=Path, metavar="DIR", help="also run the stages in this new directory")
+    parser.add_argument(
+        "--apart",
+        type=Path,
+        metavar="DIR",
+        help="for --stages: a new directory on another disk or in memory, to split to",
+    )
     parser.add_argument("--gigabytes", type=float, default=4, metavar="N", help="size of that checkpoint (default: 4)")
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks, for --stages and --full (default: 2)")
@@ -79,7 +85,7 @@ def stage_lines(found: StageRaces) -> list[str]:
     """Sizes, one row a race, and the peaks of memory."""
     sizes = f"converted {found.converted_bytes / 1e9:.2f} GB, ranks {found.ranks_bytes / 1e9:.2f} GB"
     rows = [
-        f"{race.what:<13} {race.ours:7.2f} s  {race.nbytes / race.ours / 1e9:5.2f} GB/s   "
+        f"{race.what:<27} {race.ours:7.2f} s  {race.nbytes / race.ours / 1e9:5.2f} GB/s   "
         f"{race.peer} {race.theirs:.2f} s: {race.ratio:.2f} of its speed"
         for race in found.races
     ]
@@ -124,7 +130,9 @@ def _tell_round(seconds: dict[str, float]) -> None:
 
 
 def _run_stages(args: argparse.Namespace) -> int:
-    found = race_stages(args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp, _tell_round)
+    found = race_stages(
+        args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp, _tell_round, args.apart
+    )
     print(json.dumps(dataclasses.asdict(found), indent=1) if args.json else "\n".join(stage_lines(found)))
     return 0
 
@@ -153,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         found = race_conversion(args.work, nbytes, args.rounds, args.workers, args.recipe)
         if not args.json:
             print(conversion_line(found), flush=True)
-        stages = race_stages(args.work, nbytes, args.rounds, args.workers, args.tp, _tell_round)
+        stages = race_stages(args.work, nbytes, args.rounds, args.workers, args.tp, _tell_round, args.apart)
         if not args.json:
             print("\n".join(stage_lines(stages)))
     if args.json:

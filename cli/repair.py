@@ -13,7 +13,7 @@ from ..checkpoint.directory import MANIFEST, Checkpoint
 from ..checkpoint.download_record import read_record
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
 from ..checkpoint.manifest import has_manifest, read_manifest
-from ..checkpoint.reopen import about_interrupted
+from ..checkpoint.reopen import Sound, about_interrupted
 from ..checkpoint.stage import FACTS, JOURNAL, LOCK, TEMPORARY, DirectoryLock
 from ..convert.download import download
 from ..convert.download_progress import NoProgress
@@ -56,10 +56,10 @@ class Repairs:
         if downloaded is not None and read_record(downloaded) is None and read_record(downloaded, pending=True):
             self._download(downloaded, "unfinished")
         if converted is not None and not has_manifest(converted):
-            self._convert(converted, [], "unfinished")
+            self._convert(converted, Sound([]), "unfinished")
         for path in self._wanted_ranks():
             if not has_manifest(path):
-                self._shard(path, [], "unfinished" if path.is_dir() else "missing")
+                self._shard(path, Sound([]), "unfinished" if path.is_dir() else "missing")
 
     def repair(self, found: Sequence[Finding]) -> None:
         """Make again what the findings name; all are of one stage.
@@ -72,7 +72,7 @@ class Repairs:
             self._clear_way(path, mine)
             if all(finding.extra and not _is_ours(finding.file or "") for finding in mine):
                 continue  # moved aside, and nothing else is wrong
-            keep = _kept(path, mine)
+            keep = _sound(path, mine)
             why = _named(mine)
             if mine[0].stage == "downloaded":
                 self._download(path, why)
@@ -141,7 +141,7 @@ class Repairs:
         recorded = about_interrupted(path).get("recipe")
         return load_recipe(DEFAULT_RECIPE) if recorded is None else recorded_recipe(recorded, str(path / JOURNAL))
 
-    def _convert(self, path: Path, keep: Sequence[str], why: str) -> None:
+    def _convert(self, path: Path, keep: Sound, why: str) -> None:
         if self.source is None:
             raise InputError(f"{path}: to be repaired ({why}) it has to be converted again in part: give --source.")
         total = 2 * Source.open(self.source, self.mtp_from).nbytes
@@ -166,7 +166,7 @@ class Repairs:
         (size,) = sizes
         return [self.places.ranks / f"rank-{rank}-of-{size}" for rank in range(size)]
 
-    def _shard(self, path: Path, keep: Sequence[str], why: str) -> None:
+    def _shard(self, path: Path, keep: Sound, why: str) -> None:
         converted = self.places.converted
         found = _rank_and_size(path)
         if converted is None:
@@ -199,15 +199,17 @@ def _is_ours(name: str) -> bool:
     return name in (LOCK, JOURNAL, FACTS) or (name.startswith(".") and name.endswith(TEMPORARY))
 
 
-def _kept(directory: Path, found: Sequence[Finding]) -> list[str]:
-    """The files of a finished directory that nothing was found against."""
-    bad = {finding.file for finding in found if not finding.extra}
+def _sound(directory: Path, found: Sequence[Finding]) -> Sound:
+    """The files of a finished directory that nothing was found against, and the tensors to be suspected in the others."""
+    mine = [finding for finding in found if not finding.extra]
+    bad = {finding.file for finding in mine}
     if None in bad:
-        return []
+        return Sound([])
     try:
-        return [name for name in read_manifest(directory).files if name not in bad]
+        files = [name for name in read_manifest(directory).files if name not in bad]
     except DuovoltError:
-        return []
+        return Sound([])
+    return Sound(files, {finding.tensor for finding in mine if finding.tensor is not None})
 
 
 def _named(found: Sequence[Finding]) -> str:

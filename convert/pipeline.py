@@ -5,7 +5,7 @@ files in order. Memory is bounded by the bands in flight; output bytes do not de
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
-from ..checkpoint.reopen import reopen
+from ..checkpoint.reopen import Sound, reopen
 from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import ShardWriter
@@ -153,11 +153,26 @@ class _Converter:
     def write_file(self, stage: StageDirectory, name: str, pool: ThreadPoolExecutor, identity: str) -> dict[str, str]:
         """Write one file of the plan; the digests of its tensors."""
         tensors = dict(self.plan.files)[name]
-        with stage.create(name) as handle, SpooledTemporaryFile(SPOOL_BYTES, dir=str(stage.path)) as spool:
-            writer = ShardWriter(handle, tensors, file_metadata(identity))
+
+        def flushed() -> dict[str, Any]:
+            return {"flushed": {t.name: asdict(self.flushed[t.name]) for t in tensors if t.name in self.flushed}}
+
+        def mark(written: int, digest: str) -> None:
+            stage.mark(name, written, digest, flushed())
+
+        for earlier in stage.marks(name):
+            self.flushed |= {n: Flushed(**found) for n, found in earlier.note.get("flushed", {}).items()}
+        with (
+            stage.create(name, kept=True) as handle,
+            SpooledTemporaryFile(SPOOL_BYTES, dir=str(stage.path)) as spool,
+        ):
+            writer = ShardWriter(handle, tensors, file_metadata(identity), marks=stage.marks(name), mark=mark)
+            spooled = ""  # the weight whose block scales are in the spool
             for tensor in tensors:
                 part = self.plan.parts[tensor.name]
-                if self.plan.draft is not None and part.origin is self.plan.draft.origin:
+                if writer.is_resumed and writer.keep(tensor.name):
+                    self.advance(part.origin.nbytes if part.part in ("plain", "words") or part.imported else 0)
+                elif self.plan.draft is not None and part.origin is self.plan.draft.origin:
                     writer.write(self.plan.draft.ids)
                 elif part.part == "plain":
                     self._copy(writer, part)
@@ -166,16 +181,19 @@ class _Converter:
                 elif part.part in ("row_scale", "global_scale"):
                     writer.write(self._scale(part))
                 elif part.part == "words":
-                    spool.seek(0)
-                    spool.truncate()
-                    self._words(writer, part, pool, spool)
+                    self._words(writer.write, part, pool, spool)
+                    spooled = part.spec.name
                 else:
+                    if spooled != part.spec.name:  # the words were kept, their scales were not
+                        words = next(
+                            p for p in self.plan.parts.values() if p.part == "words" and p.spec.name == part.spec.name
+                        )
+                        self._words(lambda words: None, words, pool, spool)
                     spool.seek(0)
                     while block := spool.read(SPOOL_BYTES):
                         writer.write(block)
             record = writer.close()
-        flushed = {t.name: asdict(self.flushed[t.name]) for t in tensors if t.name in self.flushed}
-        stage.finished(name, record, {"digests": writer.digests, "flushed": flushed})
+        stage.finished(name, record, {"digests": writer.digests} | flushed())
         return writer.digests
 
     def _blocks(self, entry: TensorEntry, block_bytes: int) -> Iterator[memoryview]:
@@ -224,7 +242,12 @@ class _Converter:
         while pending:
             writer.write(pending.popleft().result())
 
-    def _words(self, writer: ShardWriter, part: PlannedPart, pool: ThreadPoolExecutor, spool: Any) -> None:
+    def _words(
+        self, write: Callable[[np.ndarray], None], part: PlannedPart, pool: ThreadPoolExecutor, spool: Any
+    ) -> None:
+        """Give the words of a part to `write`, and put their block scales into `spool`."""
+        spool.seek(0)
+        spool.truncate()
         entry = part.origin
         scale = self._scale(part)
         block_scale = self.block_scales.get(part.spec.name)
@@ -235,7 +258,7 @@ class _Converter:
             nonlocal nonzero
             words, scales, count = pending.popleft().result()
             nonzero += count
-            writer.write(words)
+            write(words)
             if scales is not None:
                 spool.write(np.ascontiguousarray(scales).data)
 
@@ -324,14 +347,14 @@ def convert(
     mtp_from: Path | None = None,
     arithmetic: str = "auto",
     device: str = "auto",
-    keep: Collection[str] | None = None,
+    keep: Sound | None = None,
 ) -> ConversionReport:
     """Convert `source_path` into `target`. `advance` is called with source bytes as they are read (twice over).
 
     `mtp_from`: another source of the same model, for the MTP layer that this one lacks.
     `arithmetic`: `auto`, `compiled` or `numpy`, and `device`: `auto`, `cpu` or `cuda`, give the same bytes at another
     speed.
-    `keep`: repair a finished `target`: these of its files are proved right, the others are written again.
+    `keep`: repair a finished `target`: what is sound of it is kept, the rest is written again.
 
     Raises InputError for bad input, CheckFailed if the source changes underneath, EnvironmentFault for a full disk.
     """

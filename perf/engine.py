@@ -9,18 +9,21 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from ..checkpoint.errors import EnvironmentFault
+from ..model.config import FULL
 from ..runtime.engine.cuda.executor import CudaExecutor
 from ..runtime.engine.lane import Lane
 from ..runtime.engine.pages import pages_for
 from ..runtime.messages import GenerateRequest, SamplingParams
 from ..runtime.parallel.device import check_gather, check_reduce
 from .curve import READ, Point, Series
-from .kernels import read_seconds
+from .kernels import read_seconds, time_graph
 from .ledger import Ledger
+from .sheet import Sheet
 
 WARM_ROUNDS = 6
 PROFILED_ROUNDS = 6
@@ -225,6 +228,29 @@ def read_curve_here(device: torch.device, sizes: Sequence[int] = CURVE_BYTES) ->
         points.append(Point(nbytes, gbps, gbps, 0.0))
     major, minor = torch.cuda.get_device_capability(device)
     return Series(READ, f"sm_{major}{minor}", points)
+
+
+def product_rate(device: torch.device, rows: int = 4096, columns: int = 8192) -> float:
+    """Operations a second of the vendor's fp16 product [rows, columns] x [columns, columns] on this card, now."""
+    x = torch.randn(rows, columns, device=device).half()
+    weight = torch.randn(columns, columns, device=device).half()
+    out = torch.empty(rows, columns, dtype=torch.float16, device=device)
+    seconds = time_graph([partial(torch.mm, x, weight.t(), out=out)] * 4)
+    return 2 * rows * columns * columns / seconds
+
+
+def prompt_operations(sheet: Sheet, tokens: int) -> float:
+    """Multiplications and additions of a prompt on one rank: every product of its layers, and causal attention.
+
+    The delta rule, about 2 % of the products, is left out, as are heads: one row of a prompt needs logits.
+    """
+    total, layers = 0.0, [*sheet.layers, *([] if sheet.mtp is None else [sheet.mtp.layer])]
+    for layer in layers:
+        matrices = (*layer.inputs, layer.output, layer.gate, layer.up, layer.down)
+        total += 2.0 * tokens * sum(matrix.rows * matrix.columns for matrix in matrices)
+        if layer.kind == FULL:
+            total += 2.0 * tokens * tokens * sheet.heads.query * sheet.heads.dim
+    return total
 
 
 def floor_of(ledger: Ledger, curve: Series, collective_us: float = 0.0) -> float:

@@ -85,13 +85,13 @@ def _make_converted(work: Path, nbytes: int, workers: int) -> Path:
     return work / "converted"
 
 
-def _round(converted: Path, ranks: Path, tp: int) -> _Round:
+def _round(converted: Path, ranks: Path, tp: int, apart: Path | None) -> _Round:
     seconds: dict[str, float] = {}
 
-    def shard() -> Measured:
-        shutil.rmtree(ranks, ignore_errors=True)
+    def shard(target: Path = ranks) -> Measured:
+        shutil.rmtree(target, ignore_errors=True)
         flush(files_below(converted))
-        return run_duovolt("shard", converted, ranks, "--tp", tp, "--quiet")
+        return run_duovolt("shard", converted, target, "--tp", tp, "--quiet")
 
     def verify() -> Measured:
         return run_duovolt("verify", "--converted", converted, "--ranks", ranks, "--quiet")
@@ -122,6 +122,14 @@ def _round(converted: Path, ranks: Path, tp: int) -> _Round:
     drop_cache(both)
     cold_shard = shard()
     seconds["shard, cold"] = cold_shard.seconds
+    if apart is not None:
+        drop_cache(both)
+        seconds["cat, again"] = timed(lambda: _cat(sources))
+        drop_cache(both)
+        try:
+            seconds["shard, cold, written apart"] = shard(apart).seconds
+        finally:
+            shutil.rmtree(apart, ignore_errors=True)
     drop_cache(sources)
     seconds["cp, cold"] = timed(lambda: copy_files(converted, copy))
     shutil.rmtree(copy)
@@ -133,20 +141,28 @@ def _round(converted: Path, ranks: Path, tp: int) -> _Round:
 
 
 def race_stages(
-    work: Path, nbytes: int, rounds: int, workers: int, tp: int, tell: Callable[[dict[str, float]], None]
+    work: Path,
+    nbytes: int,
+    rounds: int,
+    workers: int,
+    tp: int,
+    tell: Callable[[dict[str, float]], None],
+    apart: Path | None = None,
 ) -> StageRaces:
     """Split and verify a synthetic converted checkpoint of about `nbytes` under `work`, a new directory, removed again.
 
-    `tell` gets the seconds of each round as it ends, by what was run.
-    Raises InputError if `work` exists, EnvironmentFault if the disk is too small.
+    `tell` gets the seconds of each round as it ends, by what was run. `apart`: a new directory on another disk or in
+    memory, for a split whose reading is not in the way of its writing; removed again.
+    Raises InputError if `work` or `apart` exists, EnvironmentFault if the disk is too small.
     """
-    if work.exists():
-        raise InputError(f"{work}: exists. The benchmark makes and removes this directory; name a new one.")
+    for place in (work, apart):
+        if place is not None and place.exists():
+            raise InputError(f"{place}: exists. The benchmark makes and removes this directory; name a new one.")
     try:
         converted, ranks = _make_converted(work, nbytes, workers), work / "ranks"
         found = []
         for _ in range(rounds):
-            found.append(_round(converted, ranks, tp))
+            found.append(_round(converted, ranks, tp, apart))
             tell(found[-1].seconds)
         whole, parts = size_of(files_below(converted)), size_of(files_below(ranks))
     finally:
@@ -157,6 +173,9 @@ def race_stages(
         ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
         return StageRace(what, nbytes, ours, name, theirs, statistics.median(b / a for a, b in pairs))
 
+    elsewhere = []
+    if apart is not None:
+        elsewhere = [race("shard, cold, written apart", whole, "cat, again", "cat of the converted files, cold")]
     return StageRaces(
         whole,
         parts,
@@ -169,5 +188,6 @@ def race_stages(
             race("verify, cold", whole + parts, "cat of both", "cat of the same files, cold"),
             race("shard, cold", whole, "cat", "cat of the converted files, cold"),
             race("cp, cold", whole, "cat", "the same"),
+            *elsewhere,
         ],
     )

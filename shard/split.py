@@ -5,10 +5,11 @@ ranks' parts are alike in size, so that one plan of files serves them all. A ran
 written alone or with the others.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
-from ..checkpoint.reopen import reopen
+from ..checkpoint.reopen import Sound, reopen
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
 from ..checkpoint.writer import Planned, ShardWriter
 from ..model.config import ModelConfig
@@ -119,6 +120,12 @@ class _Splitter:
     def cut(self, name: str, takers: list[_Taker], rooms: Rooms) -> None:
         """Stream one converted tensor to every writer. Raises CheckFailed if it is not what its digest says."""
         entry, record = self.checkpoint.tensors[name], self.manifest.tensors[name]
+        if any(taker.writer.is_resumed for taker in takers):
+            rooms.drain()  # what is kept comes after what was written before it
+            takers = [taker for taker in takers if not taker.writer.keep(name)]
+            if not takers:
+                self.advance(entry.nbytes)
+                return
         reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms.next)
         whole = [taker for taker in takers if taker.parts[name].layout == record.layout]
         undone = [taker for taker in takers if taker.parts[name].layout != record.layout]
@@ -138,8 +145,14 @@ class _Splitter:
         """Write one file of the plan in each of `ranks`: this thread reads, one a rank cuts, digests and writes."""
         with ExitStack() as open_files:
             writers = [
-                ShardWriter(open_files.enter_context(rank.stage.create(name)), rank_tensors, rank.metadata)
-                for rank, rank_tensors in ((rank, dict(rank.files)[name]) for rank in ranks)
+                ShardWriter(
+                    open_files.enter_context(rank.stage.create(name, kept=True)),
+                    dict(rank.files)[name],
+                    rank.metadata,
+                    marks=rank.stage.marks(name),
+                    mark=partial(rank.stage.mark, name),
+                )
+                for rank in ranks
             ]
             with ExitStack() as threads:  # ends before the files are closed, whatever happens
                 takers = [
@@ -253,12 +266,12 @@ def shard(
     tp: int,
     rank: int | None = None,
     advance: Advance | None = None,
-    keep: Mapping[int, Collection[str]] | None = None,
+    keep: Mapping[int, Sound] | None = None,
 ) -> ShardReport:
     """Write `dst`/rank-R-of-`tp` for every R, or for `rank` alone. `advance` is called with converted bytes read.
 
-    `keep`: repair the finished ranks that are its keys: their files named here are proved right, the others are written
-    again. Raises InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
+    `keep`: repair the finished ranks that are its keys: what is sound of them is kept, the rest is written again. Raises
+    InputError for a model that cannot be split so or a target that is taken, CheckFailed for a damaged converted
     directory, EnvironmentFault for a full disk.
     """
     if not 1 <= tp <= MAX_RANKS:

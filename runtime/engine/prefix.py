@@ -79,14 +79,32 @@ class PrefixCache:
                     return prefix
         return None
 
+    def worth_waiting(self, content: Content, length: int, found: int, lanes: list[Lane]) -> bool:
+        """Whether a lane is about to keep most of what a prompt of `length` tokens, `found` of them kept, has left to read.
+
+        So it is for the choices of one request: the prompt is read once.
+        """
+        least = found + max(PAGE, (length - found + 1) // 2)
+        for lane in lanes:
+            assert lane.content is not None
+            ends = {len(lane.request.prompt), *lane.request.checkpoints}
+            coming = [end for end in ends if max(lane.read + 1, least) <= end <= length]
+            if any(lane.content.name(end) == content.name(end) for end in coming):
+                return True
+        return False
+
     def use(self, prefix: Prefix) -> None:
         """A lane goes on from it: it is the last to go."""
         self._kept.move_to_end(prefix.name)
 
     def wanted(self, lane: Lane) -> bool:
-        """True where the prompt's state is worth saving: at its end, where the request says, and every so often."""
-        read = lane.read
-        return read == len(lane.request.prompt) or read in lane.request.checkpoints or read % self.interval == 0
+        """True where the prompt's state is worth saving: at its end, where the request says, and every so often.
+
+        A prompt of very many intervals leaves some out, so that it takes no more than half of all places by itself.
+        """
+        read, length = lane.read, len(lane.request.prompt)
+        intervals = -(-length // (self.interval * max(1, self.states // 2)))
+        return read == length or read in lane.request.checkpoints or read % (self.interval * intervals) == 0
 
     def keep(self, lane: Lane) -> None:
         """Save the lane's present state, if nobody has saved the same, and keep the pages of its tokens."""

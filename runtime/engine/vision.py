@@ -15,6 +15,7 @@ from ..messages import ImageInput
 
 EPS = 1e-6
 ROWS_AT_ONCE = 8192  # patches that go through an MLP at a time
+PROJECTION_BYTES = 256 << 20  # of queries, keys and values at a time
 ROPE_THETA = 10000.0
 
 
@@ -78,20 +79,31 @@ class VisionTower:
     def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
         """patches float32 [rows * columns, values], merge squares side by side -> [rows * columns / merge^2, hidden]."""
         weights, merge = self._weights, self.processor.merge
-        patches = patches.to(weights.positions.device)
-        positions = ops.grid_positions(rows, columns, merge, patches.device)
-        x = _apply(patches, weights.patch) + ops.resample_table(weights.positions, positions, rows, columns)
+        positions = ops.grid_positions(rows, columns, merge, weights.positions.device)
+        x = _apply(patches.to(weights.positions.device), weights.patch)
+        x += ops.resample_table(weights.positions, positions, rows, columns)
         angles = ops.grid_angles(positions, x.shape[1] // weights.heads, ROPE_THETA)
         for block in weights.blocks:
-            x = x + self._attention(block, _norm(x, block.norm1), angles)
-            x = x + _mlp(_norm(x, block.norm2), block)
+            x += self._attention(block, _norm(x, block.norm1), angles)
+            for part in x.split(ROWS_AT_ONCE):  # the inner values are four times as wide
+                inner = ops.gelu_tanh(_apply(_norm(part, block.norm2), block.fc1))
+                part += _apply(inner, block.fc2)
         merged = _norm(x, weights.merger_norm).reshape(-1, merge * merge * x.shape[1])
         return _apply(ops.gelu(_apply(merged, weights.merger_fc1)), weights.merger_fc2)
 
     def _attention(self, block: VisionBlock, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        query, key, value = _apply(x, block.qkv).reshape(len(x), 3, self._weights.heads, -1).unbind(1)
-        attended = ops.attend_all(ops.apply_rope(query, *angles), ops.apply_rope(key, *angles), value)
-        return _apply(attended.flatten(1), block.proj)
+        """[T, hidden] -> [T, hidden]; of a large picture a few heads at a time, so that little lies beside x."""
+        heads, hidden = self._weights.heads, x.shape[1]
+        weight = block.qkv.weight.view(3, heads, -1, hidden)
+        bias = block.qkv.bias.view(3, heads, -1)
+        at_once = heads if 12 * x.numel() <= PROJECTION_BYTES else max(1, heads * PROJECTION_BYTES // (12 * x.numel()))
+        parts = []
+        for first in range(0, heads, at_once):
+            some = slice(first, min(first + at_once, heads))
+            layer = Affine(weight[:, some].reshape(-1, hidden), bias[:, some].reshape(-1))
+            query, key, value = _apply(x, layer).reshape(len(x), 3, some.stop - first, -1).unbind(1)
+            parts.append(ops.attend_all(ops.apply_rope(query, *angles), ops.apply_rope(key, *angles), value).flatten(1))
+        return _apply(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), block.proj)
 
 
 class PromptImages:
@@ -132,11 +144,6 @@ def rows_hash(rows: list[tuple[int, Tensor]]) -> bytes:
         digest.update(begin.to_bytes(8, "little"))
         digest.update(values.contiguous().cpu().numpy().tobytes())
     return digest.digest()
-
-
-def _mlp(x: Tensor, block: VisionBlock) -> Tensor:
-    """A few patches at a time: the inner values are four times as wide."""
-    return torch.cat([_apply(ops.gelu_tanh(_apply(rows, block.fc1)), block.fc2) for rows in x.split(ROWS_AT_ONCE)])
 
 
 def _apply(x: Tensor, layer: Affine) -> Tensor:

@@ -69,6 +69,8 @@ def _tell_plan(plan: ServePlan) -> None:
         numbers = ", ".join(map(str, plan.cards.numbers))
         lines.append(f"{f'card {numbers}: ' if numbers else ''}{plan.cards.card}; memory a rank:")
         lines += plan.cards.plan
+        if plan.options.prefix_cache:
+            lines.append(f"  beside it {plan.options.prefix_cache / 1e9:.3f} GB of the host's memory for kept prefixes")
     if plan.way is not None:
         lines.append(f"between the cards: {plan.way}")
     if not plan.options.quiet:

@@ -3,12 +3,16 @@
 import errno
 import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from duovolt.checkpoint import mapping
 from duovolt.checkpoint.errors import InputError
 from duovolt.checkpoint.stream import LARGEST, ByteStream
 
@@ -76,3 +80,66 @@ def test_a_disk_that_gives_an_error(tmp_path: Path, refused: str, monkeypatch: p
     with ByteStream(path) as stream, pytest.raises(OSError, match="fault") as found:
         stream.take(3)
     assert (found.value.errno, found.value.filename) == (errno.EIO, str(path))
+
+
+def test_what_is_in_memory_is_not_copied(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = np.random.default_rng(3).integers(0, 256, 3 * LARGEST, dtype=np.uint8)
+    path.write_bytes(content.tobytes())
+    with ByteStream(path) as stream:
+        pieces = [stream.take(count) for count in (5, LARGEST, 4096)]
+        address = pieces[0].ctypes.data
+        assert [piece.ctypes.data - address for piece in pieces] == [0, 5, 5 + LARGEST], "one mapping, in a row"
+        assert not any(piece.flags.writeable for piece in pieces)
+        assert np.array_equal(np.concatenate(pieces), content[: 5 + LARGEST + 4096])
+
+
+@pytest.mark.parametrize("cold_from", [0, 1, 2, 3])
+def test_a_file_of_which_only_the_beginning_is_in_memory(
+    tmp_path: Path, cold_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window, preadv = 1 << 20, os.preadv
+    monkeypatch.setattr(mapping, "WINDOW", window)
+
+    def half_there(descriptor: int, buffers: list[np.ndarray], offset: int, flags: int) -> int:
+        if flags and offset >= cold_from * window:
+            raise OSError(errno.EAGAIN, "not in memory")
+        return preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", half_there)
+    path, rng = tmp_path / "file", random.Random(4)
+    content = np.random.default_rng(4).integers(0, 256, 3 * window + 12345, dtype=np.uint8)
+    path.write_bytes(content.tobytes())
+    with ByteStream(path) as stream:
+        at = 0
+        while at < len(content):
+            count = min(rng.choice((1, 7, 4096, 300_000, LARGEST)), len(content) - at)
+            assert np.array_equal(stream.take(count), content[at : at + count])
+            at += count
+        with pytest.raises(InputError, match="it changed while being read"):
+            stream.take(1)
+
+
+def test_a_file_cut_short_while_it_is_read_ends_in_one_line(tmp_path: Path) -> None:
+    """The pages are gone, and the processor faults: no core dump, no hang, whichever thread it was."""
+    path = tmp_path / "weights of the model"
+    path.write_bytes(bytes(8 << 20))
+    program = (
+        "import sys, threading, xxhash\n"
+        "from pathlib import Path\n"
+        "from duovolt.checkpoint.stream import ByteStream\n"
+        "def work():\n"
+        "    stream = ByteStream(Path(sys.argv[1]))\n"
+        "    piece = stream.take(1 << 20)\n"
+        "    open(sys.argv[1], 'r+b').truncate(4096)\n"
+        "    xxhash.xxh3_128(piece.data)\n"
+        "    print('not reached')\n"
+        "thread = threading.Thread(target=work)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert re.fullmatch(
+        r"duovolt: .*weights of the model: became shorter, .* while it was being read\. .*\n", ended.stderr
+    )

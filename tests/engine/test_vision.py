@@ -235,3 +235,15 @@ def test_attention_in_blocks_is_the_attention(monkeypatch: pytest.MonkeyPatch) -
     whole = vision.attend_all(query, key, value)
     monkeypatch.setattr(vision, "SCORES_BYTES", 7 * 4 * 3 * 50)  # blocks of seven queries, the last one shorter
     torch.testing.assert_close(vision.attend_all(query, key, value), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_large_picture_goes_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few heads and a few rows at a time: the same embeddings, but for the order of sums."""
+    from duovolt.runtime.engine import vision
+
+    weights, image = load_weights(tiny()), prompt(SIZES["one"]).images[0]
+    whole = tower(weights).embed(image)
+    patches, hidden = 64 * 96 // 16**2, weights.vision.positions.shape[1]
+    monkeypatch.setattr(vision, "PROJECTION_BYTES", 12 * patches * hidden // weights.vision.heads)  # one head at a time
+    monkeypatch.setattr(vision, "ROWS_AT_ONCE", 7)
+    torch.testing.assert_close(tower(weights).embed(image), whole, rtol=1e-4, atol=1e-5)

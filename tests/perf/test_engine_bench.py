@@ -13,7 +13,7 @@ from duovolt.convert.recipe import load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
 from duovolt.perf.curve import READ, Point, Series
-from duovolt.perf.engine import Alone, Bench, breakdown, family_of, floor_of
+from duovolt.perf.engine import Alone, Bench, breakdown, family_of, floor_of, prompt_operations
 from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.random_weights import random_weights
 from duovolt.perf.shapes import configuration
@@ -91,6 +91,19 @@ def test_the_floor_is_the_sum_of_plain_reads() -> None:
     sums = sum(x.family == "collective" for x in ledger.launches)
     assert floor_of(ledger, flat, 5.0) - floor_of(ledger, flat) == pytest.approx(sums * 5e-3)
     assert sums > 0
+
+
+def test_the_operations_of_a_prompt() -> None:
+    """Of the 27B: two a parameter of the layers and token, and attention that grows with the square."""
+    config = ModelConfig.from_dict(configuration("qwen3.8-27b"))
+    encodings = dict.fromkeys(inventory(config), "bf16")
+    whole, half = (sheet_of("27b", config, encodings, tp) for tp in (1, 2))
+    layers = sum(
+        s.shape[0] * s.shape[1] for s in inventory(config).values() if ".layers." in s.name and len(s.shape) == 2
+    )
+    square = 2 * 17 * 24 * 256 * 8192**2
+    assert prompt_operations(whole, 8192) == pytest.approx(2 * 8192 * layers + square, rel=1e-9)
+    assert prompt_operations(half, 8192) == pytest.approx(prompt_operations(whole, 8192) / 2, rel=1e-9)
 
 
 def test_the_second_rank_is_told_to_measure_the_same() -> None:

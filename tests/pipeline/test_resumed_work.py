@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from duovolt.checkpoint import stage as stage_module
+from duovolt.checkpoint import writer as writer_module
 from duovolt.checkpoint.errors import CheckFailed, EnvironmentFault, InputError
 from duovolt.checkpoint.stage import FACTS, AtomicFile
 from duovolt.convert.facts import fingerprint
@@ -21,12 +22,15 @@ CONFIG = maker.config(num_hidden_layers=6, full_attention_interval=3, mtp_num_hi
 CONFIG["vision_config"] = None
 
 
-def recipe() -> Recipe:
-    return recorded_recipe(load_recipe("v100").resolved() | {"max_shard_bytes": 1}, "test")  # a file a weight
+FILES = {"a file a weight": 1, "one file": 1 << 40}  # max_shard_bytes
 
 
-def to(source: Path, target: Path) -> None:
-    convert(source, target, recipe(), 1, lambda count: None, arithmetic="numpy", device="cpu")
+def recipe(max_shard_bytes: int) -> Recipe:
+    return recorded_recipe(load_recipe("v100").resolved() | {"max_shard_bytes": max_shard_bytes}, "test")
+
+
+def to(source: Path, target: Path, files: str = "a file a weight") -> None:
+    convert(source, target, recipe(FILES[files]), 1, lambda count: None, arithmetic="numpy", device="cpu")
 
 
 class Written:
@@ -69,27 +73,31 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+@pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_convert(source: Path, tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert(source: Path, tmp_path: Path, share: float, files: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """O02: what was written is not written again, and the source is not read a second time for its facts."""
+    monkeypatch.setattr(writer_module, "MARK_BYTES", 20_000)  # a fiftieth of the work, as 256 MB are of a large model
     written, reads = Written(monkeypatch), note_reads(monkeypatch, in_memory=True)
 
     def read() -> int:
         return sum(count for path, _, count in reads.seen if path.parent == source)
 
-    unbroken = written.spent(lambda: to(source, tmp_path / "whole"))
+    unbroken = written.spent(lambda: to(source, tmp_path / "whole", files))
     once = read()
-    first = written.spent(failing(lambda: to(source, tmp_path / "out")), int(share * unbroken))
-    second = written.spent(lambda: to(source, tmp_path / "out"))
+    first = written.spent(failing(lambda: to(source, tmp_path / "out", files)), int(share * unbroken))
+    second = written.spent(lambda: to(source, tmp_path / "out", files))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert first + second <= ALLOWED * unbroken
     assert read() - once <= ALLOWED * once
 
 
+@pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_shard(source: Path, tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """O02: files of both ranks that are whole are kept."""
-    to(source, tmp_path / "converted")
+def test_shard(source: Path, tmp_path: Path, share: float, files: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O02: files of both ranks that are whole are kept, and of a file that is not, what was written."""
+    monkeypatch.setattr(writer_module, "MARK_BYTES", 20_000)
+    to(source, tmp_path / "converted", files)
     written, reads = Written(monkeypatch), note_reads(monkeypatch, in_memory=True)
 
     def read() -> int:

@@ -1,4 +1,4 @@
-"""Notes every large read of a file: unbuffered ones, and those of what the kernel has in memory."""
+"""Notes every large read of a file: unbuffered ones, and what is taken of that which the kernel has in memory."""
 
 import errno
 import io
@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from duovolt.checkpoint.container import TensorEntry
+from duovolt.checkpoint.mapping import MappedFile
 
 
 @dataclass
@@ -48,10 +50,19 @@ def note_reads(monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> Reads:
         if flags and not in_memory:
             raise OSError(errno.EAGAIN, "not in memory")
         count = preadv(descriptor, buffers, offset, flags)
-        if count:
+        if count and len(buffers[0]) > 1:  # one byte: only a look whether it is there
             reads.seen.append((Path(f"/proc/self/fd/{descriptor}").readlink(), offset, count))
         return count
 
+    take = MappedFile.take
+
+    def noted_take(self: MappedFile, begin: int, count: int) -> np.ndarray | None:
+        piece = take(self, begin, count)
+        if piece is not None and count:
+            reads.seen.append((self.path, begin, count))
+        return piece
+
+    monkeypatch.setattr(MappedFile, "take", noted_take)
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(os, "preadv", noted_preadv)
     return reads

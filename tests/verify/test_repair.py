@@ -10,8 +10,10 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+from duovolt.checkpoint.container import read_header
 from duovolt.checkpoint.directory import DOWNLOAD_RECORD, MANIFEST, QUARANTINE
 from duovolt.checkpoint.manifest import read_manifest
+from duovolt.checkpoint.stage import AtomicFile
 from duovolt.cli.main import main
 from duovolt.convert import download as download_module
 from duovolt.convert.download import download
@@ -355,4 +357,35 @@ def test_a_report_lies_where_it_harms_nothing(journey: Repaired, capsys: pytest.
             assert main([*command, "--json", str(place)]) == 2, (name, place)
             assert f"--json {place}: " in capsys.readouterr().err
     assert main([*commands["verify"], "--json", str(journey.rank(0) / "report.json")]) == 2
+    assert journey.contents() == before
+
+
+@pytest.mark.parametrize("stage", ["converted", "ranks"])
+def test_only_the_damaged_tensors_of_a_file_are_written(
+    journey: Repaired, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = journey.converted if stage == "converted" else journey.ranks / "rank-1-of-2"
+    before = journey.contents()
+    tensors = read_manifest(directory).tensors
+    name = next(
+        name for name, record in tensors.items() if sum(other.file == record.file for other in tensors.values()) > 4
+    )
+    path = directory / tensors[name].file
+    entry = read_header(path).tensors[name]
+    raw = bytearray(path.read_bytes())
+    raw[entry.end - 1] ^= 4
+    path.write_bytes(raw)
+    written: dict[str, int] = {}
+    sound = AtomicFile.write
+
+    def counted(file: AtomicFile, data: bytes | memoryview) -> None:
+        written[file.path.name] = written.get(file.path.name, 0) + len(data)
+        sound(file, data)
+
+    monkeypatch.setattr(AtomicFile, "write", counted)
+    places = ["--source", str(journey.source), "--converted", str(journey.converted), "--ranks", str(journey.ranks)]
+    assert main(["verify", *places, "--repair", "--quiet"]) == 0
+    header = min(other.begin for other in read_header(path).tensors.values())
+    shards = {file: count for file, count in written.items() if file.endswith(".safetensors")}
+    assert shards == {path.name: header + entry.nbytes}
     assert journey.contents() == before

@@ -116,8 +116,8 @@ class CudaState:
     @property
     def state_bytes(self) -> int:
         """What one saved state takes at most."""
-        per_lane = sum(memory.state[0].nbytes + memory.rows[0, 0, :3].nbytes for memory in self.delta)
-        return per_lane + self.hidden[0].nbytes
+        per_lane = sum(_kept_bytes(memory.state[0]) + _kept_bytes(memory.rows[0, 0, :3]) for memory in self.delta)
+        return per_lane + _kept_bytes(self.hidden[0])
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -126,3 +126,8 @@ def _kept(tensor: Tensor) -> Tensor:
         return tensor.clone()
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return kept.copy_(tensor, non_blocking=True)
+
+
+def _kept_bytes(tensor: Tensor) -> int:
+    """What such a copy takes: torch hands page-locked memory out in powers of two."""
+    return tensor.nbytes if tensor.device.type == "cpu" else 1 << (tensor.nbytes - 1).bit_length()

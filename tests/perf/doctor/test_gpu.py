@@ -7,8 +7,9 @@ import msgspec
 import pytest
 import torch
 
+from duovolt.kernels.module import load
 from duovolt.perf.curve_measure import refusal
-from duovolt.perf.device_timing import node_cost, time_queued
+from duovolt.perf.device_timing import PROBE, _replay, node_cost, time_queued
 from duovolt.perf.doctor import children
 from duovolt.perf.doctor.facts import Link
 from duovolt.perf.doctor.probes import MachineProbes
@@ -49,6 +50,13 @@ def test_a_node_costs_about_a_microsecond_and_a_starved_queue_is_noticed():
     data = torch.zeros(1 << 26, device=device)
     timing = time_queued([lambda: data.add_(1.0)] * 4, device)
     assert not timing.dry
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(2000):
+            data[:32].add_(1.0)
+    with torch.cuda.stream(stream):
+        held = [_replay(graph, stream, load(PROBE, 0).launch, hold)[1] for hold in (20_000, 20_000, 0, 0)]
+    assert held == [False, False, True, True]  # without the gate the card begins before the graph is queued
     machine = read_machine(device)
     print(machine, machine.peak_gbps)
     assert refusal(2 * data.nbytes, timing, 1 << 40, machine) is None
