@@ -52,6 +52,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
     parser.add_argument("--graphs", choices=("on", "off"), default="on")
     parser.add_argument(
+        "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
+    )
+    parser.add_argument(
         "--collective-us", type=float, default=0.0, metavar="US", help="of one sum, for the floor of --tp 2"
     )
     parser.add_argument("--no-profile", action="store_true", help="no breakdown by kernel")
@@ -131,6 +134,7 @@ class _Setup:
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         import torch
 
+        from ..kernels.prefill_attention import torch_attends
         from ..perf.engine import Alone, Bench, product_rate, read_curve_here
         from ..perf.kernels import the_device
         from ..perf.layerwise import directories_of
@@ -175,7 +179,7 @@ class _Setup:
         share = pages_for(self._context)
         self._demand = Demand(
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
-            shared_heads=torch.cuda.get_device_capability(device)[0] >= 8,
+            keys_in_a_row=torch_attends(torch.cuda.get_device_capability(device)),
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         self._begun = begun

@@ -4,18 +4,23 @@ import argparse
 import dataclasses
 import json
 
+import torch
+
 from ..checkpoint.errors import InputError
+from ..kernels.module import arches_for
 from ..kernels.tuning import Choice, using
+from ..perf.kernel_families import FAMILIES, FamilyRow, measure_families
 from ..perf.kernels import CASES, PrefillRow, Row, loadable, measure, measure_prefill, the_device
 
 EXAMPLE = """examples:
   duovolt bench kernels
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
   duovolt bench kernels --prefill 2048 4096
+  duovolt bench kernels --family attention delta
 
-Decode linears at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the time of a kernel that
-only reads as many bytes, measured beside, over the time of ours. The card's own code and, where it can be had, the PTX
-that a V100's code comes from."""
+Decode linears (or other families) at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the
+time of a kernel that only reads as many bytes, measured beside, over the time of ours. The card's own code and, for the
+linears, where it can be had, the PTX that a V100's code comes from."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +29,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="CASE", help=f"of: {', '.join(case.name for case in CASES)}")
     parser.add_argument("--ablate", action="store_true", help="also without arithmetic, and without loads")
     parser.add_argument("--prefill", type=int, nargs="+", metavar="T", help="only linears of T tokens against cuBLAS")
+    parser.add_argument(
+        "--family",
+        nargs="+",
+        choices=list(FAMILIES),
+        help="only these, as the card's own code: attention, the gated delta rule, what stands between products, sampling",
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
@@ -45,6 +56,16 @@ def prefill_line(row: PrefillRow) -> str:
     )
 
 
+def family_line(row: FamilyRow) -> str:
+    """One row: time, share of the plain read, rate of products, peer."""
+    rate = f"  {row.flops / row.seconds / 1e12:5.0f} TFLOP/s" if row.flops else ""
+    peer = f"  {row.peer_name} {row.peer * 1e6:.1f} us" if row.peer else ""
+    return (
+        f"{row.family:<12} {row.name:<42} {row.nbytes / 1e6:8.2f} MB  {row.seconds * 1e6:9.2f} us  share {row.ratio:.2f}"
+        f"{rate}{peer}"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     names = [case.name for case in CASES]
     if unknown := [name for name in args.only or [] if name not in names]:
@@ -52,6 +73,15 @@ def run(args: argparse.Namespace) -> int:
     if not all(1 <= count <= 24 for count in args.tokens) or not all(1 <= n <= 1 << 16 for n in args.prefill or []):
         raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
     device = the_device()
+    if args.family:
+        families = []
+        for one in measure_families(args.family, arches_for(torch.cuda.get_device_capability(device))[0], device):
+            families.append(dataclasses.asdict(one) | {"share": one.ratio})
+            if not args.json:
+                print(family_line(one), flush=True)
+        if args.json:
+            print(json.dumps(families, indent=1))
+        return 0
     if args.prefill:
         found = measure_prefill(args.prefill, device)
         facts = [dataclasses.asdict(row) | {"share": row.ratio} for row in found]

@@ -14,7 +14,7 @@ EXAMPLE = """examples:
   duovolt kernels build                                  machine code for a V100, into the cache
   duovolt kernels build --arch compute_70 --out kernels  PTX as plain files, for a machine without the compiler:
                                                          copy the directory there and set DUOVOLT_KERNELS to it
-  duovolt kernels report                                 what the decode linears cost on a V100, from the machine code
+  duovolt kernels report                                 what every kernel costs on a V100, from the machine code
   duovolt kernels tune                                   measure this card, and keep what suits it (same results)
 
 `build` and `report` need neither a GPU nor a CUDA toolkit, only: pip install "duovolt[cuda]"; `report` also
@@ -40,14 +40,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Static cost of the decode linears on a V100."""
+    """Static cost of every kernel on a V100."""
     if args.arch not in (None, ["sm_70"]):
         raise InputError("`kernels report` judges sm_70 only: for a newer card there is `duovolt bench kernels`.")
+    from ..perf.volta_families import report_families
     from ..perf.volta_report import report
 
-    found = report()
+    found, others = report(), report_families()
     if args.json:
-        print(json.dumps([dataclasses.asdict(one) | {"share": one.share} for one in found], indent=1))
+        facts = [dataclasses.asdict(one) | {"share": one.share} for one in found]
+        facts += [dataclasses.asdict(one) | {"share": one.share, "tflops": one.tflops} for one in others]
+        print(json.dumps(facts, indent=1))
         return 0
     needed = found[0].needed
     print(f"sm_70, 80 multiprocessors at 1.53 GHz, 900 GB/s: {needed / 1e3:.1f} KB in flight a multiprocessor needed")
@@ -62,6 +65,16 @@ def _report(args: argparse.Namespace) -> int:
             f"{one.name:<20} {one.registers:5}  {one.shared_bytes:6}  {one.spilled_bytes:7}  {one.blocks:6}  {one.warps:5}  "
             f"{one.in_flight / 1e3:6.1f} KB  {loop}"
         )
+    print("\nkernel                      regs  spilled  blocks  cycles a unit  share  TFLOP/s")
+    for other in others:
+        figures = [
+            f"{other.blocks:6}" if other.blocks else "",
+            f"{other.cycles:13.0f}" if other.cycles else "",
+            f"{other.share:5.2f}" if other.share else "",
+            f"{other.tflops:7.0f}" if other.tflops else "",
+        ]
+        columns = "  ".join(text.rjust(width) for text, width in zip(figures, (6, 13, 5, 7), strict=True))
+        print(f"{other.name:<26} {other.registers:5}  {other.spilled_bytes:7}  {columns}".rstrip())
     return 0
 
 

@@ -191,7 +191,7 @@ def _card(
         )
     demand = Demand(
         config, tp, weights, kv, 1, PLANNED_DRAFTS if config.mtp_layers else 0, PLANNED_CHUNK, vision=tower,
-        picture_patches=patches, shared_heads=False,
+        picture_patches=patches, keys_in_a_row=False,
     )  # fmt: skip
     memory = plan_memory(demand, context, pages_for(context))
     limit = config.text.max_position_embeddings

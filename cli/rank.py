@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cuda:N, or cpu for the kernels' torch references")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="as for serve")
     parser.add_argument("--graphs", choices=("on", "off"), default="on", help="as for serve")
+    parser.add_argument("--delta", choices=("chunked", "recurrent"), default="chunked", help="as for serve")
     parser.add_argument("--draft-window", type=int, default=0, help="as for serve")
     parser.add_argument("--collective", default="", metavar="CHOICE", help="what was chosen between the cards")
     parser.add_argument("--pages", type=int, default=0, help="pages of the pool; 0: enough for every lane")

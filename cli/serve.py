@@ -39,6 +39,12 @@ def server_options() -> list[Option]:
         Option("kv", _one_of("int8", "fp16"), "keys and values on cards: int8 or fp16 (default: int8)"),
         Option("graphs", _one_of("on", "off"), "replay rounds as captured graphs, on cards (default: on)"),
         Option(
+            "delta",
+            _one_of("chunked", "recurrent"),
+            "a prompt's way through the gated delta rule, on cards: 64 tokens at a time on tensor cores, or one by one, "
+            "which gives the bits of decoding (default: chunked)",
+        ),
+        Option(
             "collective",
             _one_of("auto", "host", "ipc", "nccl"),
             "sums between two cards: tried and timed at start (auto), or through host memory, peer memory, NCCL",

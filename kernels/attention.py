@@ -102,7 +102,7 @@ def decode_attention(
             *(partial, stats, q_heads, passes, pass_tokens, DIM**-0.5),
         ),
         query.device,
-        3 * tiles * _TILE_ROWS * _ROW_BYTES,
+        shared_bytes(tiles),
     )
     strides = (0, 0) if gate is None else gate.stride()[:2]
     launch(
@@ -138,6 +138,11 @@ def decode_attention_reference(
             attended = reference.output_gate(attended, gate[rows])
         out[rows] = staged(attended.flatten(1))
     return out
+
+
+def shared_bytes(tiles: int) -> int:
+    """Dynamic shared memory of a block with so many tiles of rows."""
+    return 3 * tiles * _TILE_ROWS * _ROW_BYTES
 
 
 def _passes(max_tokens: int, group: int) -> tuple[int, int, int]:

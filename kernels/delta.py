@@ -13,6 +13,7 @@ from torch import Tensor
 from ..checkpoint.errors import InputError
 from . import reference
 from .checks import check, check_dimensions, check_rows, launch
+from .delta_chunks import prefill_chunks
 
 SOURCE = "delta.cu"
 HEAD = 128  # dimensions of a key and of a value head
@@ -206,13 +207,26 @@ def delta_prefill(
     progress: Progress,
     lane: int,
     out: Tensor | None = None,
+    *,
+    chunked: bool = False,
+    position: int = 0,
 ) -> Tensor:
     """A prompt's chunk of any length through the same layer; inputs, output and errors as `delta_decode`.
 
     The lane must stand at the end of its tokens (`accepted` 0, as after `Round` with a count of 0); it moves to the end of
     the chunk. Bits are those of decoding the tokens one by one, however the prompt is cut.
+
+    With `chunked`, 64 tokens at a time on tensor cores: many times as fast, fp16 operands (a relative error of 1e-3 at
+    most, values beyond 65504 cut off). `position` is that of the first token; bits stay where a prompt is cut at multiples of 64.
     """
     out, stride = _checked_prefill(mixed, a, b, weights, memory, progress, lane, out)
+    if position < 0:
+        raise InputError(f"position is {position}: expected that of the first token.")
+    if chunked:
+        layer = (weights.conv, weights.a_log, weights.dt_bias)
+        kept = (memory.state, memory.rows, progress.turn)
+        prefill_chunks(mixed, a, b, stride, layer, kept, lane, position, out)
+        return out
     tokens, heads, device = mixed.shape[0], weights.value_heads, mixed.device
     lanes = memory.state.shape[0]
     convolved = torch.empty(tokens, weights.channels, device=device)
@@ -251,8 +265,11 @@ def delta_prefill_reference(
     progress: Progress,
     lane: int,
     out: Tensor | None = None,
+    *,
+    chunked: bool = False,
+    position: int = 0,
 ) -> Tensor:
-    """What `delta_prefill` computes, 64 tokens at a time (the WY form), in torch on any device."""
+    """What `delta_prefill` computes, 64 tokens at a time (the WY form), in torch on any device, in float32 either way."""
     out, _ = _checked_prefill(mixed, a, b, weights, memory, progress, lane, out)
     tokens, history = mixed.shape[0], memory.history(lane, progress)
     convolved, joined = reference.causal_conv(mixed, history, weights.conv)

@@ -29,6 +29,7 @@ MAX_TOKENS = 24  # four lanes of one token and five drafts
 THREADS = 256
 LARGEST_HALF = 65504.0
 _TOKENS_A_PRODUCT = 8
+MIXED = "any"  # the kernel for matrices of different encodings: a block an item
 SOURCES = {8: "linear_8.cu", 16: "linear_16.cu", 24: "linear_24.cu"}
 
 
@@ -65,7 +66,7 @@ def linears(
     epilogue = FLOAT if dtype == torch.float32 else HALF
     filled = task(x, list(weights), outs, epilogue, list(residuals) if residuals else None, overflows)
     encodings = {weight.encoding for weight in weights}
-    _launch(x, encodings.pop() if len(encodings) == 1 else "any", filled)
+    _launch(x, encodings.pop() if len(encodings) == 1 else MIXED, filled)
     return outs
 
 
@@ -136,7 +137,7 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     device = x.device.index
     tuned = choice(device)
     module = load(SOURCES[padded], device, tuned.defines)
-    blocks = tuned.blocks(filled.items, multiprocessors(device))
+    blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
     module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes)
 

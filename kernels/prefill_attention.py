@@ -1,7 +1,7 @@
-"""Attention of a prompt's chunk: the cache is decoded to fp16 in a row, and torch's fused attention does the products.
+"""Attention of a prompt's chunk, where products dominate.
 
-For a few tokens, `decode_attention` reads the cache as it stands; for hundreds, the products dominate, and the vendor's
-kernels are the ones to beat. docs/kernels/attention.md says what this costs.
+On a V100, for which torch has no flash attention, a kernel of our own reads the pages as they stand. On newer cards the
+cache is decoded to fp16 in a row, and torch's fused attention does the products. docs/kernels/attention.md has the figures.
 """
 
 import torch
@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..checkpoint.errors import InputError
-from . import reference
+from . import checks, reference
 from .checks import check, check_dimensions, launch
-from .kvcache import DIM, PAGE, KVCache
+from .kvcache import BLOCKS, DIM, PAGE, KVCache
 from .norm import check_heads, output_gate, staged
 
-SOURCE = "kvcache.cu"
+SOURCE, OWN_SOURCE = "kvcache.cu", "attention_prefill.cu"
+FIRST_WITH_FLASH = (8, 0)  # compute capability of torch's flash attention
 _THREADS = 256
+ROWS = {True: 64, False: 56}  # query rows (tokens x heads of a kv head) a block, by int8 or fp16
 
 
 def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -25,12 +27,7 @@ def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     or does not fit, EnvironmentFault if the kernel cannot start.
     """
     device = cache.keys.device
-    check_dimensions("table", table, 1, "[pages]")
-    check("table", table, torch.int32, tuple(table.shape), device)
-    if not 1 <= length <= table.shape[0] * PAGE:
-        raise InputError(
-            f"length is {length}: expected 1 to {table.shape[0] * PAGE}, what {table.shape[0]} pages hold."
-        )
+    _check_table(cache, table, length)
     keys, values = (torch.empty(cache.kv_heads, length, DIM, dtype=torch.float16, device=device) for _ in range(2))
     launch(
         SOURCE,
@@ -43,15 +40,42 @@ def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+def _check_table(cache: KVCache, table: Tensor, length: int) -> None:
+    check_dimensions("table", table, 1, "[pages]")
+    check("table", table, torch.int32, tuple(table.shape), cache.keys.device)
+    if not 1 <= length <= table.shape[0] * PAGE:
+        raise InputError(
+            f"length is {length}: expected 1 to {table.shape[0] * PAGE}, what {table.shape[0]} pages hold."
+        )
+
+
+def torch_attends(capability: tuple[int, int]) -> bool:
+    """Whether prompts' attention is torch's on a card, which wants keys and values in a row; else it is our own."""
+    return capability >= FIRST_WITH_FLASH
+
+
 def prefill_attention(
-    query: Tensor, cache: KVCache, table: Tensor, start: int, *, gate: Tensor | None = None, out: Tensor | None = None
+    query: Tensor,
+    cache: KVCache,
+    table: Tensor,
+    start: int,
+    *,
+    gate: Tensor | None = None,
+    out: Tensor | None = None,
+    own: bool | None = None,
 ) -> Tensor:
     """Causal attention of tokens start .. start + T - 1 of one sequence, whose keys and values are in the cache.
 
     query fp16 [T, Q heads, 256], turned as the cache's keys are; table int32 [pages]; gate float32 [T, Q heads, 256]
-    whose heads may stand apart. Returns fp16 [T, Q heads * 256]. The bits of a token may depend on T. Raises as `gather`.
+    whose heads may stand apart. Returns fp16 [T, Q heads * 256]. `own`: our kernel (True) or torch's (False); None chooses
+    by card. With ours the bits of a token do not depend on T, with torch's they may. Raises as `gather`.
     """
     out = _checked(query, cache, start, gate, out)
+    if own is None:
+        arch = int(checks.module_on(SOURCE, query.device).arch.partition("_")[2])
+        own = not torch_attends(divmod(arch, 10))
+    if own:
+        return _own(query, cache, table, start, gate, out)
     tokens, heads, _ = query.shape
     keys, values = gather(cache, table, start + tokens)
     # Newer cards' fused kernel lets heads share keys; a V100's does not.
@@ -69,6 +93,35 @@ def prefill_attention(
     if gate is None:
         return out.copy_(attended.flatten(1))
     return output_gate(attended.float().contiguous(), gate, out=out)
+
+
+def _own(query: Tensor, cache: KVCache, table: Tensor, start: int, gate: Tensor | None, out: Tensor) -> Tensor:
+    tokens, heads, _ = query.shape
+    _check_table(cache, table, start + tokens)
+    rows, group = ROWS[cache.is_int8], heads // cache.kv_heads
+    if group > rows:
+        raise InputError(f"query is {list(query.shape)}: expected at most {rows} query heads a KV head.")
+    block_tokens = rows // group
+    strides = (0, 0) if gate is None else gate.stride()[:2]
+    launch(
+        OWN_SOURCE,
+        "attention_prefill_int8" if cache.is_int8 else "attention_prefill_fp16",
+        (cache.kv_heads, -(-tokens // block_tokens)),
+        _THREADS,
+        (
+            *(query, cache.keys, cache.key_scales, cache.values, cache.value_scales, cache.pages, table, start, tokens),
+            *(gate, *strides, out, heads, block_tokens, DIM**-0.5),
+        ),
+        query.device,
+        own_shared_bytes(cache.is_int8),
+    )
+    return out
+
+
+def own_shared_bytes(int8: bool) -> int:
+    """Dynamic shared memory of a block of our kernel: queries, scores of two pages, weights, scales, two numbers a row."""
+    rows = ROWS[int8]
+    return rows * (2 * (DIM + 8) + 2 * 4 * (PAGE + 4) + 2 * (PAGE + 8) + 8) + 2 * BLOCKS * PAGE
 
 
 def prefill_attention_reference(

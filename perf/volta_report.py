@@ -91,8 +91,8 @@ def report(tools: tuple[Path, Path | None] | None = None) -> list[KernelReport]:
     with tempfile.TemporaryDirectory() as folder:
         for tokens, source in SOURCES.items():
             cubin = Path(folder) / f"{tokens}.cubin"
-            resources = _assemble(ptxas, build(source, ARCH).image, cubin)
-            listing = _disassemble(disassembler, cubin) if disassembler else {}
+            resources = assemble(ptxas, build(source, ARCH).image, cubin)
+            listing = disassemble(disassembler, cubin) if disassembler else {}
             for name in sorted(resources):
                 if encoding_of(name) in TURN_BYTES:
                     found.append(_judge(name, tokens, *resources[name], listing.get(name)))
@@ -132,7 +132,7 @@ def _run(command: list[str | Path]) -> str:
     return done.stdout + done.stderr
 
 
-def _assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int]]:
+def assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int]]:
     """Registers and spilled bytes (stores and loads) by kernel; writes the machine code."""
     source = cubin.with_suffix(".ptx")
     source.write_bytes(ptx)
@@ -148,7 +148,7 @@ def _assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int]
     return found
 
 
-def _disassemble(tool: Path, cubin: Path) -> dict[str, list[str]]:
+def disassemble(tool: Path, cubin: Path) -> dict[str, list[str]]:
     """Lines by kernel."""
     found: dict[str, list[str]] = {}
     name = ""
@@ -162,22 +162,36 @@ def _disassemble(tool: Path, cubin: Path) -> dict[str, list[str]]:
 
 def hot_loop(lines: list[str]) -> Loop:
     """The smallest loop with a tensor-core product. Raises EnvironmentFault if the listing has none."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
+    found = [loop for loop in loops_of(code_of(lines)) if any("MMA" in text for text in loop)]
+    if not found:
+        raise EnvironmentFault("the disassembly holds no loop with a tensor-core product.")
+    return counted(min(found, key=len))
+
+
+def code_of(lines: list[str]) -> list[str]:
+    """Labels and instructions of a kernel's listing, in order; a label ends in a colon."""
+    code = []
     for line in lines:
-        if match := re.match(r"(\.L_\w+):", line):
-            labels[match[1]] = len(code)
-        elif match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+        if (match := re.match(r"(\.L_\w+:)", line)) or (match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line)):
             code.append(match[1])
-    loops = []
+    return code
+
+
+def loops_of(code: list[str]) -> list[list[str]]:
+    """The code between each backward branch and its target."""
+    labels = {text[:-1]: index for index, text in enumerate(code) if text.endswith(":")}
+    found = []
     for index, text in enumerate(code):
         match = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", text)
-        begin = labels.get(match[1], len(code)) if match else len(code)
-        if begin <= index and any("MMA" in inner for inner in code[begin : index + 1]):
-            loops.append(code[begin : index + 1])
-    if not loops:
-        raise EnvironmentFault("the disassembly holds no loop with a tensor-core product.")
-    names = Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in min(loops, key=len))
+        if match and (begin := labels.get(match[1], len(code))) <= index:
+            found.append(code[begin : index + 1])
+    return found
+
+
+def counted(code: list[str]) -> Loop:
+    """Instructions by pipe."""
+    texts = [text for text in code if not text.endswith(":")]
+    names = Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in texts)
     return Loop(
         issued=names.total(),
         integer=sum(names[name] for name in _INTEGER),

@@ -8,6 +8,9 @@
 #include "attention_tiles.cuh"
 
 constexpr int kMaxSegments = 2560;
+// Newer cards only: pages that are brought into the second-level cache ahead of those in registers. A V100's is too small.
+constexpr int kFetchAhead = 2;
+constexpr int kFewRowsBlocks = __CUDA_ARCH__ >= 800 ? 2 : 3; // a multiprocessor should hold: what registers allow
 constexpr int kSegmentPages = 8;      // pages of the longest segment
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNothing = -1e30f;    // below every score, and finite: the difference of two is no NaN
@@ -94,9 +97,27 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
         }
     };
 
+    // What comes after the pages in registers, into the second-level cache: a line a thread of keys and values together.
+    const auto fetch_ahead = [&](int page) {
+#if __CUDA_ARCH__ >= 800
+        if (page < page_count) {
+            constexpr int kLines = kPage * kDim * 16 / Cache::kPiece / 128; // of keys, and of values
+#pragma unroll
+            for (int n = 0; n < 2 * kLines / kThreads; ++n) {
+                const int line = n * kThreads + threadIdx.x;
+                const void *pool = line < kLines ? keys : values;
+                prefetch(static_cast<const unsigned char *>(pool) + (tile_of(page) * kLines + line % kLines) * 128);
+            }
+        }
+#endif
+    };
     load_keys(0);
     load_values(0);
     load_value_scales(0);
+#pragma unroll
+    for (int page = 1; page <= kFetchAhead; ++page) {
+        fetch_ahead(page);
+    }
     for (int index = threadIdx.x; index < kRows * (kDim / 8); index += kThreads) {
         const int row = index / (kDim / 8), chunk = index % (kDim / 8);
         uint4 halves = {};
@@ -148,12 +169,11 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
                     const float first = half_value(scales[block / 2] >> 16 * (block % 2) & 0xFFFF) * kWeightUnit;
                     const float second = half_value(scales[2 + block / 2] >> 16 * (block % 2) & 0xFFFF) * kWeightUnit;
                     // A hidden position's scale may be no number: select, do not multiply by zero.
-                    const unsigned low = visible >= 0 ? half_bits(a * first) : 0;
-                    const unsigned high = visible >= 1 ? half_bits(b * second) : 0;
-                    *reinterpret_cast<unsigned *>(to + block * kPage) = low | high << 16;
+                    *reinterpret_cast<unsigned *>(to + block * kPage) =
+                        half_pair(visible >= 0 ? a * first : 0.0f, visible >= 1 ? b * second : 0.0f);
                 }
             } else {
-                *reinterpret_cast<unsigned *>(to) = half_bits(a) | half_bits(b) << 16;
+                *reinterpret_cast<unsigned *>(to) = half_pair(a, b);
             }
         }
         if (page + 1 < page_count) {
@@ -163,6 +183,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
         if (page + 2 < page_count) {
             load_keys(page + 2);
         }
+        fetch_ahead(page + kFetchAhead + 1);
         __syncthreads();
         Arch::template weigh<Cache, kTiles>(value, now, shrink, sum, warp, lane);
         if (page + 1 < page_count) {
@@ -193,7 +214,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
             if (heads[row] >= 0) {
                 const size_t place = static_cast<size_t>(heads[row]) * max_segments + segment;
                 write(reinterpret_cast<unsigned *>(partial + place * kDim + dimension),
-                      half_bits(v.x * shrink[row]) | half_bits(v.y * shrink[row]) << 16);
+                      half_pair(v.x * shrink[row], v.y * shrink[row]));
             }
         }
     }
@@ -290,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
                              counts, firsts, partial, stats, q_heads, passes, pass_tokens, scale * kLog2e);            \
     }
 
-ATTEND(attention_int8_1, Int8Cache, 1, 3)
+ATTEND(attention_int8_1, Int8Cache, 1, kFewRowsBlocks)
 ATTEND(attention_int8_2, Int8Cache, 2, 2)
 ATTEND(attention_int8_3, Int8Cache, 3, 2)
 ATTEND(attention_int8_4, Int8Cache, 4, 1)

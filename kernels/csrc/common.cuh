@@ -44,7 +44,7 @@ __device__ __forceinline__ float staged(float value, int &overflows) {
 }
 
 __device__ __forceinline__ unsigned staged_pair(float low, float high, int &overflows) {
-    return half_bits(staged(low, overflows)) | half_bits(staged(high, overflows)) << 16;
+    return half_pair(staged(low, overflows), staged(high, overflows));
 }
 
 // Adds a block's overflows to its row's count. One block owns a row, so no atomics.

@@ -5,13 +5,8 @@
 // bits, stores the state there, and passes the new tokens without storing. A rejected draft leaves no trace, and the
 // state is read and written once a round. Rows are kept twice and written to the half that is not read, because several
 // blocks read the same ones. docs/kernels/delta.md.
-#include "common.cuh"
+#include "delta.cuh"
 
-constexpr int kHead = 128;       // dimensions of a key and of a value head
-constexpr int kQuads = kHead / 4;
-constexpr int kKept = 3;         // rows of history: the convolution is four wide
-constexpr int kMaxTokens = 8;    // tokens a round
-constexpr int kRowsKept = kKept + kMaxTokens;
 constexpr int kSteps = 2 * kMaxTokens; // accepted tokens of the last round, then those of this one
 constexpr int kTogether = 4;     // steps normalised side by side
 constexpr int kLanesRow = 8;     // lanes that share a row of the state
@@ -32,10 +27,6 @@ __device__ __forceinline__ float row_sum(float4 v) {
 
 __device__ __forceinline__ void add_product(float4 &sum, float4 a, float4 b) {
     sum = {sum.x + a.x * b.x, sum.y + a.y * b.y, sum.z + a.z * b.z, sum.w + a.w * b.w};
-}
-
-__device__ __forceinline__ float convolved(float a, float b, float c, float d, float4 taps) {
-    return silu(a * taps.x + b * taps.y + c * taps.z + d * taps.w);
 }
 
 // One token: the rows of the state that this thread holds parts of, moved; their outputs, known to all lanes of a row.
@@ -162,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 write(to + 96, in[i].w);
             }
         }
-        const float factor = warp == 0 ? 0.08838834764831845f : 1.0f; // queries carry 1 / sqrt(128)
+        const float factor = warp == 0 ? kQueryScale : 1.0f;
         float *to = reinterpret_cast<float *>(warp == 0 ? queries : keys) + lane;
         // Four steps at a time without a branch between them, so that their chains of exchanges overlap.
 #pragma unroll
@@ -258,8 +249,7 @@ extern "C" __global__ void __launch_bounds__(32 * kRunWarps)
         return;
     }
     const int width = channels + 2 * value_heads, channel = head * kHead + lane;
-    const float *history = rows + (static_cast<size_t>(read(turns + lane_index) & 1) * all_lanes + lane_index) *
-                                      kRowsKept * width;
+    const float *history = rows_of(rows, read(turns + lane_index), all_lanes, lane_index, width);
     const auto input = [&](int token) -> float4 {
         const float *from = (token < 0 ? history + static_cast<size_t>(token + kKept) * width
                                        : x + static_cast<size_t>(token) * x_stride) + channel;
@@ -280,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(32 * kRunWarps)
                     convolved(in[0].z, in[1].z, in[2].z, in[3].z, taps[2]),
                     convolved(in[0].w, in[1].w, in[2].w, in[3].w, taps[3])};
         if (head < 2 * key_heads) {
-            const float factor = head < key_heads ? 0.08838834764831845f : 1.0f;
+            const float factor = head < key_heads ? kQueryScale : 1.0f;
             y = scaled(y, factor / sqrtf(warp_sum(dot(y, y)) + eps));
         }
         float *to = convolved_out + static_cast<size_t>(token) * channels + channel;
@@ -307,21 +297,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int part = threadIdx.x % kLanesRow, own_row = threadIdx.x / kLanesRow * kRowsLane;
     const int block_row = blockIdx.x * kBlockRows;
 
-    float *history = rows + (static_cast<size_t>(read(turns + lane_index) & 1) * all_lanes + lane_index) * kRowsKept * width;
-    const int blocks = gridDim.x * gridDim.y, block = head * gridDim.x + blockIdx.x;
-    for (int channel = block * kThreads + threadIdx.x; channel < channels; channel += blocks * kThreads) {
-        float kept[kKept];
-#pragma unroll
-        for (int i = 0; i < kKept; ++i) {
-            const int token = tokens - kKept + i;
-            kept[i] = token < 0 ? read(history + (token + kKept) * width + channel)
-                                : read(x + static_cast<size_t>(token) * x_stride + channel);
-        }
-#pragma unroll
-        for (int i = 0; i < kKept; ++i) {
-            write(history + i * width + channel, kept[i]);
-        }
-    }
+    const int block = head * gridDim.x + blockIdx.x;
+    keep_history(x, x_stride, rows_of(rows, read(turns + lane_index), all_lanes, lane_index, width), width, channels,
+                 tokens, block * kThreads + threadIdx.x, gridDim.x * gridDim.y * kThreads);
 
     float4 *place = reinterpret_cast<float4 *>(state) +
                     ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_row + own_row) * kQuads + part;

@@ -40,3 +40,20 @@ __device__ __forceinline__ unsigned half_pair(float low, float high) {
     return half_bits(low) | half_bits(high) << 16;
 #endif
 }
+
+// To a relative error of about 1e-7, in one instruction.
+__device__ __forceinline__ float fast_inverse(float value) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+__device__ __forceinline__ float fast_inverse_root(float value) {
+    float result;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}
+__device__ __forceinline__ float fast_exp2(float value) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+}

@@ -153,29 +153,22 @@ __device__ __forceinline__ void run(const Task &task, Items items) {
     }
 }
 
-// A function of its own, so that its registers are not another encoding's.
-template <class Weight, int kTiles> __device__ __noinline__ void run_one(const Task &task, int item) {
-    run<Weight, kTiles, false>(task, {item, item + 1, 1});
-}
-
-// Matrices of different encodings: an item at a time, so that a block knows what it walks through.
+// Matrices of different encodings. A block has one item, so that the encodings share no state and no register is spilled.
 template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, Items items) {
-#pragma unroll 1
-    for (int item = items.first; item < items.end; item += items.step) {
-        int band;
-        switch (matrix_of(task, item, 0, band).encoding) {
-        case kNvfp4:
-            run_one<Fp4Lane, kTiles>(task, item);
-            break;
-        case kFp8:
-            run_one<Fp8Lane, kTiles>(task, item);
-            break;
-        case kFp8Blocks:
-            run_one<Fp8BlocksLane, kTiles>(task, item);
-            break;
-        default:
-            run_one<Half, kTiles>(task, item);
-        }
+    const Items one = {items.first, items.first + 1, 1};
+    int band;
+    switch (matrix_of(task, items.first, 0, band).encoding) {
+    case kNvfp4:
+        run<Fp4Lane, kTiles, false>(task, one);
+        break;
+    case kFp8:
+        run<Fp8Lane, kTiles, false>(task, one);
+        break;
+    case kFp8Blocks:
+        run<Fp8BlocksLane, kTiles, false>(task, one);
+        break;
+    default:
+        run<Half, kTiles, false>(task, one);
     }
 }
 

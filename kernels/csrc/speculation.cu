@@ -200,7 +200,7 @@ __device__ __forceinline__ int crossing(int id, double value, double goal, doubl
 // -1; produced: [sequences], their count, 0 if the logits were not finite; chance: FP64 [sequences], the new token's
 // probability (1: greedy); accepted, turns: [lanes] as the delta rule keeps them, or null; seen and answer_counts gain the
 // tokens if `counted`. Grid: (sequences).
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sampling_draw(const int *sequence_lanes, const long long *positions, const int *drafts, const int *firsts,
                   const int *sources, const long long *seeds, Wishes wishes, Rows rows, Rows draft_rows, int vocabulary,
                   int selected, int purpose, const int *verdict, const double *rest_mass, int *tokens, int *produced,

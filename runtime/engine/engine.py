@@ -196,6 +196,8 @@ class Engine:
             limit = answer_limit(request, self.max_context)
             prompt = len(request.prompt)
             prefix = self._find(waiting)
+            if self._better_soon(waiting, prefix):
+                return
             claim = None
             if prefix is not None:  # it may yet have to make room itself, once the lane has what it needs of it
                 claim = self._claims.claim(index, prompt, prompt + limit, prefix)
@@ -221,6 +223,14 @@ class Engine:
         if prefix is not None:
             self.prefixes.use(prefix)
         return prefix
+
+    def _better_soon(self, waiting: "_Waiting", prefix: Prefix | None) -> bool:
+        """Whether most of the prompt will be kept when a lane has read the same."""
+        if self.prefixes is None or waiting.request.echo_logprobs:
+            return False
+        reading = [lane for lane in self._order if lane.prefilling]
+        found = 0 if prefix is None else prefix.length
+        return self.prefixes.worth_waiting(waiting.content, len(waiting.request.prompt), found, reading)
 
     def _open(self, lane: Lane, claim: Claim, prefix: Prefix | None, content: Content) -> None:
         self.executor.open(lane)

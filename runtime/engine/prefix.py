@@ -79,6 +79,20 @@ class PrefixCache:
                     return prefix
         return None
 
+    def worth_waiting(self, content: Content, length: int, found: int, lanes: list[Lane]) -> bool:
+        """Whether a lane is about to keep most of what a prompt of `length` tokens, `found` of them kept, has left to read.
+
+        So it is for the choices of one request: the prompt is read once.
+        """
+        least = found + max(PAGE, (length - found + 1) // 2)
+        for lane in lanes:
+            assert lane.content is not None
+            ends = {len(lane.request.prompt), *lane.request.checkpoints}
+            coming = [end for end in ends if max(lane.read + 1, least) <= end <= length]
+            if any(lane.content.name(end) == content.name(end) for end in coming):
+                return True
+        return False
+
     def use(self, prefix: Prefix) -> None:
         """A lane goes on from it: it is the last to go."""
         self._kept.move_to_end(prefix.name)

@@ -35,7 +35,17 @@ _LOADING_NEWS_SECONDS = 5.0
 _LOADING_LOOK_SECONDS = 0.5
 _LONGEST_LOAD_SECONDS = 3600.0  # the largest model of the family from a slow disk takes a tenth of it
 # What the ranks say of their engines must be the same where it decides what a step does.
-_AGREED_FACTS = ("kv", "kv_pages", "prefix_cache", "draft_head", "draft_window", "collective", "graphs", "attention")
+_AGREED_FACTS = (
+    "kv",
+    "kv_pages",
+    "prefix_cache",
+    "draft_head",
+    "draft_window",
+    "collective",
+    "graphs",
+    "delta",
+    "attention",
+)
 _READABLE = int(zmq.POLLIN)  # the plain number: arithmetic of flags costs more than the question
 
 
@@ -185,6 +195,7 @@ class RankGroup:
             ends=",".join(map(str, plan.tokenizer.stop_ids)),
             kv=plan.options.kv,
             graphs=plan.options.graphs,
+            delta=plan.options.delta,
             draft_window=plan.options.draft_window,
             collective="" if plan.way is None else plan.way.argument,
         )

@@ -22,6 +22,7 @@ class ServeOptions:
     devices: str | None = None
     kv: str = "int8"
     graphs: str = "on"
+    delta: str = "chunked"
     draft_window: int = 0
     collective: str = "auto"
     lanes: int = 1

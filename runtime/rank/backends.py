@@ -113,7 +113,11 @@ def _cuda(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingEngine
 
     device = torch.device(options.device)
     settings = CudaSettings(
-        **_settings(options), kv=options.kv, graphs=options.graphs == "on", draft_window=options.draft_window
+        **_settings(options),
+        kv=options.kv,
+        graphs=options.graphs == "on",
+        chunked_delta=options.delta == "chunked",
+        draft_window=options.draft_window,
     )
     return load_cuda_engine(options.dir, device, options.size, options.rank, link, settings)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 class RankOptions:
     """`exchange_seconds` bounds every wait for the twin; `sampleable` is the number of ids that the tokenizer can emit;
     `ends` are those that end an answer, with commas between. Of the CUDA backend: `device`, `kv`, `graphs`,
-    `draft_window`; `pages` of the pool, 0: enough for every lane; `cpus` near the card, with commas between; `collective`:
-    the argument of the chosen way between two cards, empty: the mailbox in host memory."""
+    `delta`, `draft_window`; `pages` of the pool, 0: enough for every lane; `cpus` near the card, with commas between;
+    `collective`: the argument of the chosen way between two cards, empty: the mailbox in host memory."""
 
     dir: Path
     rank: int
@@ -32,6 +32,7 @@ class RankOptions:
     device: str = "cpu"
     kv: str = "int8"
     graphs: str = "on"
+    delta: str = "chunked"
     draft_window: int = 0
     collective: str = ""
     pages: int = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ...checkpoint.errors import DuovoltError
+from ...kernels.prefill_attention import torch_attends
 from ..engine.cuda.fitness import check_fitness, check_limits
 from ..engine.cuda.loading import LoadPlan, plan_load
 from ..engine.cuda.plan import Demand, fit, plan_memory
@@ -16,8 +17,6 @@ from ..engine.pages import pages_for
 from ..images.processor import ImageProcessor
 from .cards import Card, Probe, choose_cards, cpus_near, probe
 from .preflight import Refused, Settled, Wishes
-
-SHARED_HEADS = (8, 0)  # compute capability from which the vendor's fused attention lets query heads share keys
 
 
 class Unfit(Exception):
@@ -78,7 +77,7 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         chunk=wishes.prefill_chunk,
         vision=max(plan.vision for plan in plans),
         picture_patches=patches,
-        shared_heads=not cards or cards[0].capability >= SHARED_HEADS,
+        keys_in_a_row=not cards or torch_attends(cards[0].capability),
     )
 
 

@@ -139,6 +139,52 @@ def test_edges_follow_from_the_text_and_not_from_where_reading_begins(
     assert edges == sorted(wanted)
 
 
+def test_the_choices_of_one_request_read_its_prompt_once() -> None:
+    """Also while another answer is in the making; a prompt that only begins alike does not wait."""
+    made, executor = engine(prefix_bytes=100)
+    made.add(request(9, 70, 400))
+    for _ in range(3):
+        made.step()
+    for number in (1, 2, 3):
+        choice = request(number, 3000, 30)
+        choice.prompt = [7] * 3000
+        made.add(choice)
+    given = []
+    while made.has_work():
+        given += made.step()[1]
+    assert sum(count for number, _, count in executor.chunks if number != 9) == 3000
+    cached = {event.request_id: event.cached_tokens for event in given if event.admitted}
+    assert cached == {1: 0, 2: 3000, 3: 3000}
+    assert all(sum(len(e.tokens) for e in given if e.request_id == number) == 30 for number in (1, 2, 3))
+
+
+def test_a_prompt_that_begins_alike_does_not_wait_for_little() -> None:
+    made, executor = engine(prefix_bytes=100)
+    long, other = request(1, 3000, checkpoints=[100]), request(2, 3000)
+    other.prompt = [1] * 1000 + [2] * 2000
+    made.add(long)
+    made.add(other)
+    made.step()
+    assert [lane.request.request_id for lane in made.running] == [1, 2]
+    assert executor.chunks == []
+
+
+def test_a_choice_whose_twin_is_cancelled_reads_on_itself() -> None:
+    made, executor = engine(prefix_bytes=100)
+    for number in (1, 2):
+        choice = request(number, 3000, checkpoints=[600])
+        choice.prompt = [7] * 3000
+        made.add(choice)
+    for _ in range(4):
+        made.step()
+    made.cancel(1)
+    given = []
+    while made.has_work():
+        given += made.step()[1]
+    assert {e.request_id: e.cached_tokens for e in given if e.admitted} == {2: 600}
+    assert executor.chunks[-1] == (2, 2560, 440)
+
+
 def test_a_very_long_prompt_does_not_push_everything_else_out() -> None:
     """Seven intervals and three states beside: every third interval is kept."""
     made, _ = engine(prefix_bytes=6)

@@ -4,6 +4,8 @@ On a CPU the same code runs on the operations' torch references, without graphs.
 """
 
 import sys
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ class CudaExecutor:
     int8          keys and values in int8, else in fp16
     draft_window  tokens of context that drafting looks at, in whole pages; 0: all
     draft_head    draw drafts with the reduced head, where there is one
+    chunked_delta prompts go through the delta rule 64 tokens at a time, on tensor cores; else one by one
     graphs        capture rounds; ahead: start a round before the last one's numbers are read
     tower         reads pictures
     """
@@ -55,6 +58,7 @@ class CudaExecutor:
         draft_head: bool = True,
         draft_window: int = 0,
         graphs: bool = True,
+        chunked_delta: bool = True,
         ahead: bool = True,
         tower: VisionTower | None = None,
         ops: Ops | None = None,
@@ -68,11 +72,11 @@ class CudaExecutor:
         self.state = CudaState(
             weights, lanes=lanes, pages=self.pages, context=max_context, int8=int8, vocabulary=n_sampleable
         )
-        self.model = CudaModel(
-            weights, self.state, link, ops or ops_for(weights.device), positions=max_context, draft_head=draft_head
-        )
+        ops = ops or ops_for(weights.device)
+        ops = replace(ops, delta_prefill=partial(ops.delta_prefill, chunked=chunked_delta))
+        self.model = CudaModel(weights, self.state, link, ops, positions=max_context, draft_head=draft_head)
         self.overflows = 0
-        self._int8, self._lanes = int8, lanes
+        self._int8, self._lanes, self._delta = int8, lanes, "chunked" if chunked_delta else "recurrent"
         self._device, self._link, self._vocabulary = weights.device, link, n_sampleable
         self._uses_mtp, self._ahead = drafts > 0, ahead
         self._graphs = Graphs(weights.device, enabled=graphs and link.name != "cpu")
@@ -102,6 +106,7 @@ class CudaExecutor:
             "draft_head": f"{rows}-rows" if rows else "full",
             "draft_window": f"{window * PAGE}" if (window := self._flights.window) else "off",
             "graphs": graphs,
+            "delta": self._delta,
             "collective": self._link.name,
         }
 

@@ -262,4 +262,5 @@ class ChunkLayers(Layers):
 
     def recur(self, weights: CudaDelta, index: int, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
         state = self.state
-        return self.ops.delta_prefill(mixed, a, b, weights.delta, state.delta[index], state.progress, self._lane)
+        memory = (state.delta[index], state.progress)
+        return self.ops.delta_prefill(mixed, a, b, weights.delta, *memory, self._lane, position=self._start)

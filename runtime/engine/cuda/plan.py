@@ -10,6 +10,7 @@ import torch
 
 from ....checkpoint.errors import EnvironmentFault
 from ....kernels.delta import DeltaState, DeltaWeights
+from ....kernels.delta_chunks import workspace_bytes
 from ....kernels.kvcache import DIM, KVCache
 from ....kernels.prefill import SCRATCH_BYTES
 from ....kernels.sampling_state import Distributions, LaneSampling
@@ -29,7 +30,7 @@ class Demand:
 
     weights, vision  bytes of the model's weights on the card, of the vision tower's among them
     picture_patches  of the largest picture; 0: no pictures are read
-    shared_heads     the card's fused attention lets query heads share keys (not a V100's): prefill repeats them otherwise
+    keys_in_a_row    prompts' attention takes keys and values from a copy in a row, not from the pages as on a V100
     """
 
     config: ModelConfig
@@ -41,7 +42,7 @@ class Demand:
     chunk: int
     vision: int = 0
     picture_patches: int = 0
-    shared_heads: bool = True
+    keys_in_a_row: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,12 @@ def _chunk_bytes(demand: Demand, max_context: int) -> int:
         (2 * text.key_dim + 2 * text.value_dim + 2 * text.linear_num_value_heads) // tp,
     )
     token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
-    repeats = 1 if demand.shared_heads else 1 + text.num_attention_heads // tp // kv_heads
     # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
-    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context * repeats
+    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context if demand.keys_in_a_row else 0
     tables = 2 * 4 * text.rotary_dim // 2 * max_context
-    return demand.chunk * token + SCRATCH_BYTES + keys_and_values + tables
+    heads = text.linear_num_value_heads // tp
+    delta = workspace_bytes(demand.chunk, heads, 2 * text.linear_num_key_heads // tp + heads)
+    return demand.chunk * token + SCRATCH_BYTES + keys_and_values + tables + delta
 
 
 def _picture_bytes(demand: Demand) -> int:

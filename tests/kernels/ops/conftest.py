@@ -17,7 +17,7 @@ from duovolt.kernels.build import CSRC
 from duovolt.kernels.module import PORTABLE, forced_arch
 
 FIBERS = Path(__file__).with_name("fibers.hpp")
-REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh")  # their instructions are the emulator's
+REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh", "warp_product.cuh")  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800}
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
@@ -27,8 +27,9 @@ KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  #
 class Emulated:
     """A CUDA source compiled for the host, launched as a module on a device is."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, arch: str) -> None:
         self._library = library
+        self.arch = arch
 
     def launch(
         self, name: str, blocks: int | tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
@@ -89,7 +90,7 @@ def compiled(source: str, arch: str, folder: Path) -> Emulated:
         [*command, "host.cpp", "-o", "host.so"], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[:4000]
-    return Emulated(ctypes.CDLL(str(folder / "host.so")))
+    return Emulated(ctypes.CDLL(str(folder / "host.so")), f"sm_{ARCHES[arch] // 10}")
 
 
 @pytest.fixture(scope="session")

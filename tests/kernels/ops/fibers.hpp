@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the host: a fiber a CUDA thread, one block after another, all in one thread of the system.
 // Every access to global memory is checked against the buffers of the call. Tensor-core products follow the fragment
-// tables of the PTX ISA. Stands in for half.cuh, volta.cuh and ampere.cuh.
+// tables of the PTX ISA. Stands in for half.cuh, volta.cuh, ampere.cuh and warp_product.cuh.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -77,6 +77,7 @@ template <class T> T read(const T *address) {
 template <class T> T stream(const T *address) { return read(address); }
 template <class T> T __ldg(const T *address) { return read(address); }
 template <class T> T __ldcs(const T *address) { return read(address); }
+inline void prefetch(const void *address) { stray += !inside(address, 1); }
 template <class T> void write(T *address, T value) {
     if (inside(address, sizeof(T))) {
         *address = value;
@@ -174,6 +175,10 @@ inline unsigned half_bits(float value) {
     const unsigned mantissa = unsigned(std::nearbyint(std::ldexp(std::fabs(value), 10 - exponent)));
     return sign | (unsigned(exponent + 14) * 1024 + mantissa); // the hidden bit adds one to the exponent
 }
+inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline float fast_inverse(float value) { return 1.0f / value; }
+inline float fast_inverse_root(float value) { return 1.0f / std::sqrt(value); }
+inline float fast_exp2(float value) { return std::exp2(value); }
 template <class F> unsigned by_halves(unsigned a, unsigned b, F f) {
     return half_bits(f(half_value(a & 0xFFFF), half_value(b & 0xFFFF))) |
            half_bits(f(half_value(a >> 16), half_value(b >> 16))) << 16;
@@ -215,6 +220,87 @@ inline void multiply_16x8(float *sum, unsigned a0, unsigned a1, unsigned a2, uns
     }
 }
 
+// Products of whole tiles: a lane holds eight elements in a row of its tile, columns 8 (lane % 2) .. of row lane / 2.
+enum class From { kGlobal, kShared };
+enum class Order { kRows, kColumns };
+struct HalfTile { unsigned words[4]; };
+struct SumTile {
+    float values[8];
+    void scale(float factor) {
+        for (float &value : values) {
+            value *= factor;
+        }
+    }
+};
+template <From from, Order order> HalfTile half_tile(const unsigned short *p, int pitch) {
+    HalfTile tile{};
+    stray += reinterpret_cast<uintptr_t>(p) % 32 != 0 || pitch % 8 != 0;
+    const int row = threadIdx.x % 32 / 2, first = threadIdx.x % 2 * 8;
+    for (int i = 0; i < 8; ++i) {
+        const unsigned short *place = p + (order == Order::kRows ? row * pitch + first + i : (first + i) * pitch + row);
+        tile.words[i / 2] |= unsigned(from == From::kGlobal ? read(place) : *place) << 16 * (i % 2);
+    }
+    return tile;
+}
+template <From from, Order order> HalfTile left_tile(const unsigned short *p, int pitch) { return half_tile<from, order>(p, pitch); }
+template <From from, Order order> HalfTile right_tile(const unsigned short *p, int pitch) { return half_tile<from, order>(p, pitch); }
+template <Order, Order> void multiply_tiles(SumTile &sum, const HalfTile &a, const HalfTile &b) {
+    struct Both { HalfTile a, b; };
+    const Both *all = published(Both{a, b});
+    const int row = threadIdx.x % 32 / 2, first = threadIdx.x % 2 * 8;
+    for (int k = 0; k < 16; ++k) {
+        const float left = element(lane_value(all, row * 2 + k / 8).a.words, k % 8);
+        const HalfTile right = lane_value(all, k * 2 + first / 8).b;
+        for (int i = 0; i < 8; ++i) {
+            sum.values[i] += left * element(right.words, i);
+        }
+    }
+}
+template <From to> void store_tile(float *p, const SumTile &tile, int pitch) {
+    stray += reinterpret_cast<uintptr_t>(p) % 32 != 0 || pitch % 4 != 0;
+    for (int i = 0; i < 8; ++i) {
+        float *place = p + threadIdx.x % 32 / 2 * pitch + threadIdx.x % 2 * 8 + i;
+        to == From::kGlobal ? write(place, tile.values[i]) : void(*place = tile.values[i]);
+    }
+    __syncwarp();
+}
+inline SumTile sum_tile(const float *p, int pitch) {
+    SumTile tile;
+    for (int i = 0; i < 8; ++i) {
+        tile.values[i] = read(p + threadIdx.x % 32 / 2 * pitch + threadIdx.x % 2 * 8 + i);
+    }
+    return tile;
+}
+
+// Copies that are done when they are waited for; until then there is NaN, and what was there is gone.
+using SharedAddress = unsigned char *;
+struct Copy { SharedAddress to; const unsigned char *from; };
+static std::vector<std::vector<Copy>> copies[kMaxThreads]; // groups of each thread; the last one is open
+inline SharedAddress shared_address(void *p) { return static_cast<SharedAddress>(p); }
+inline void copy_async(SharedAddress to, const unsigned char *from) {
+    auto &groups = copies[threadIdx.x];
+    if (groups.empty()) {
+        groups.emplace_back();
+    }
+    std::memset(to, 0xFF, 16);
+    groups.back().push_back({to, from});
+}
+inline void commit_copies() {
+    auto &groups = copies[threadIdx.x];
+    groups.resize(std::max<size_t>(groups.size(), 1));
+    groups.emplace_back();
+}
+template <int pending> void wait_copies() {
+    auto &groups = copies[threadIdx.x];
+    while (groups.size() > pending + 1) {
+        for (const Copy &copy : groups.front()) {
+            const uint4 piece = read(reinterpret_cast<const uint4 *>(copy.from));
+            std::memcpy(copy.to, &piece, 16);
+        }
+        groups.erase(groups.begin());
+    }
+}
+
 static void enter() {
     body(body_argument);
     Fiber &self = fibers[running];
@@ -240,6 +326,7 @@ static bool run_block(int threads) {
         fiber.started = fiber.done = false;
         fiber.waiting = nullptr;
         fiber.parity = 0;
+        copies[i].clear();
         if (!fiber.stack) {
             fiber.stack = std::make_unique<char[]>(kStack);
         }

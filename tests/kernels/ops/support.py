@@ -59,7 +59,7 @@ def data(kind: str, shape: tuple[int, ...], rng: np.random.Generator, device: to
 FORBIDDEN = {  # what sm_70 lacks, and what would make a sum depend on timing
     "asynchronous copies": r"\bcp\.async",
     "ldmatrix": r"\bldmatrix",
-    "later tensor-core shapes": r"\bw?mma\S*\.m(?!8n8k4)\d+n\d+k\d+",
+    "later tensor-core shapes": r"(?<!wmma\.)\bmma\S*\.m(?!8n8k4)\d+n|\bwmma\S*\.m(?!16n16k16)\d+n",
     "bf16, fp8 and fp4 types": r"\.(bf16|e4m3|e5m2|e2m1)",
     "integer to fp16": r"\bcvt\.\S*f16\.[us]\d",
     "atomics": r"\b(atom|red)\.",

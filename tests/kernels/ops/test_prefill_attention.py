@@ -8,7 +8,7 @@ from duovolt.checkpoint.errors import InputError
 from duovolt.kernels.kvcache import DIM, PAGE
 from duovolt.kernels.prefill_attention import gather, prefill_attention, prefill_attention_reference
 
-from .support import HALF_ERROR, data, relative
+from .support import HALF_ERROR, Guarded, bits, data, relative
 from .test_attention import Case
 
 FORMS = pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp16"])
@@ -36,6 +36,49 @@ def test_a_chunk_against_float64(device, int8, start, count):
     assert relative(gated, exact / (1 + np.exp(-gate.double().cpu().numpy()))) <= HALF_ERROR
     wanted = prefill_attention_reference(case.query, case.cache, case.tables[0], start, gate=gate)
     assert relative(gated, wanted.double().cpu().numpy()) <= HALF_ERROR
+
+
+@FORMS
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 70), (63, 2), (40, 24), (130, 23)])
+def test_our_own_kernel_against_float64(device, int8, start, count):
+    """Blocks of 9 or 10 tokens of six heads: more than one, an uneven last one, pages that only some rows see."""
+    case = Case(device, int8, [start], [count], heads=(6, 1), seed=start + count)
+    gate = data("normal", (count, 6, 2, DIM), np.random.default_rng(1), device)[:, :, 1]
+    exact = case.exact() / (1 + np.exp(-gate.double().cpu().numpy()))
+    out = Guarded((count, 6 * DIM), torch.float16, device)
+    got = prefill_attention(case.query, case.cache, case.tables[0], start, gate=gate, out=out.inner, own=True)
+    assert got is out.inner and out.intact
+    assert relative(got, exact) <= HALF_ERROR
+
+
+@FORMS
+def test_our_own_kernel_gives_a_token_the_same_bits_in_every_chunk(device, int8):
+    case = Case(device, int8, [60], [14], heads=(12, 2))
+    whole = prefill_attention(case.query, case.cache, case.tables[0], 60, own=True)
+    assert relative(whole, case.exact()) <= HALF_ERROR
+    for first, last in ((0, 3), (3, 14)):
+        part = prefill_attention(case.query[first:last].clone(), case.cache, case.tables[0], 60 + first, own=True)
+        assert torch.equal(bits(part), bits(whole[first:last]))
+
+
+@FORMS
+def test_what_stands_behind_the_last_token_does_not_matter(device, int8):
+    case = Case(device, int8, [70], [2])
+    clean = prefill_attention(case.query, case.cache, case.tables[0], 70, own=True)
+    used = case.tables[0].long()
+    for pool in (pool for pool in vars(case.cache).values() if pool is not None):
+        others = torch.ones(case.cache.pages, dtype=torch.bool)
+        others[used.cpu()] = False
+        pool[others.to(device)] = 0xFF if pool.dtype == torch.uint8 else float("nan")
+    for scales, words in ((case.cache.value_scales, case.cache.values), (case.cache.key_scales, case.cache.keys)):
+        if scales is not None:
+            scales[used[1], :, 8:] = float("nan")
+        elif words is case.cache.values:
+            words[used[1], :, 1:] = float("nan")
+        else:
+            words[used[1], :, 1:] = float("inf")
+    got = prefill_attention(case.query, case.cache, case.tables[0], 70, own=True)
+    assert torch.equal(bits(got), bits(clean))
 
 
 def test_bad_calls_are_refused():

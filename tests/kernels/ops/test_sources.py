@@ -12,7 +12,19 @@ from duovolt.kernels.ops import cuda_ops
 
 from .support import FORBIDDEN
 
-SOURCES = ("attention", "delta", "kvcache", "logprobs", "norm", "rope", "round", "sampling", "speculation", "staging")
+SOURCES = (
+    "attention",
+    "attention_prefill",
+    "delta",
+    "delta_chunks",
+    "kvcache",
+    "logprobs",
+    "norm",
+    "rope",
+    "round",
+    "sampling",
+)
+SOURCES += ("speculation", "staging")
 
 
 @pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])

@@ -1,0 +1,215 @@
+"""Attention, delta rule, elementwise kernels and sampling at the 27B's shapes on a rank of two, measured as `perf.kernels`
+measures linears: cold, in captured graphs, beside a plain read of as many bytes and, where there is one, beside a peer.
+
+Bytes are those that an operation must read and write once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..kernels import norm, reference
+from ..kernels.attention import Sequences, decode_attention
+from ..kernels.delta import HEAD, DeltaState, DeltaWeights, Progress, Round, delta_decode, delta_prefill
+from ..kernels.kvcache import DIM, PAGE, KVCache
+from ..kernels.logprobs import log_probabilities
+from ..kernels.module import forced_arch
+from ..kernels.prefill_attention import gather, prefill_attention
+from ..kernels.rope import qkv_rope
+from ..kernels.sampling import decide
+from ..kernels.sampling_state import Cuts, Decision, Distributions, LaneSampling
+from .kernels import read_seconds, time_graph
+
+POOL_BYTES = 512 << 20
+HIDDEN, Q_HEADS, KV_HEADS, KEY_HEADS, VALUE_HEADS, VOCABULARY = 5120, 12, 2, 8, 24, 248320
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What to launch, over copies that are together larger than the caches. `flops`: of products, where they count."""
+
+    name: str
+    nbytes: int
+    launches: Sequence[Callable[[], object]]
+    peer: Sequence[Callable[[], object]] = ()
+    peer_name: str = ""
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """Seconds a call, of a plain read of its bytes, and of the peer (0: there is none)."""
+
+    family: str
+    name: str
+    arch: str
+    nbytes: int
+    flops: int
+    seconds: float
+    floor: float
+    peer: float
+    peer_name: str
+
+    @property
+    def ratio(self) -> float:
+        """Share of the plain-read speed."""
+        return self.floor / self.seconds
+
+
+def _copies(nbytes: int) -> int:
+    return max(2, min(32, -(-POOL_BYTES // nbytes)))
+
+
+def _cache(positions: int, device: torch.device, *, int8: bool) -> KVCache:
+    """A pool of random words in small numbers."""
+    cache = KVCache.empty(positions // PAGE, KV_HEADS, int8=int8, device=device)
+    if cache.key_scales is not None and cache.value_scales is not None:
+        cache.keys.random_(1, 256)
+        cache.values.random_(1, 256)
+        cache.key_scales.fill_(0.01)
+        cache.value_scales.fill_(0.01)
+    else:
+        cache.keys.normal_()
+        cache.values.normal_()
+    return cache
+
+
+def attention(device: torch.device) -> Iterator[Measurement]:
+    """Decode at depth, and a prompt's chunk against torch's attention on keys and values that stand in a row."""
+    for form, positions, counts in (("int8", 186_048, (1, 2, 4, 6)), ("int8", 32_000, (1, 4)), ("fp16", 186_048, (4,))):
+        int8 = form == "int8"
+        nbytes = positions * KV_HEADS * (2 * DIM + 16 if int8 else 4 * DIM)
+        caches = [_cache(positions, device, int8=int8) for _ in range(_copies(nbytes))]
+        table = torch.randperm(positions // PAGE, device=device, dtype=torch.int32)[None]
+        for tokens in counts:
+            query = torch.randn(tokens, Q_HEADS, DIM, device=device).half()
+            where = Sequences.of(table, [positions - tokens], [tokens])
+            call = partial(decode_attention, query, max_tokens=tokens, max_positions=positions, sequences=where)
+            name = f"decode {form}, {positions:,} positions, {tokens} tokens"
+            yield Measurement(name, nbytes, [partial(call, cache=cache) for cache in caches])
+        del caches
+    for positions in (32_768, 131_072):
+        cache, tokens = _cache(positions, device, int8=True), 2048
+        table = torch.randperm(positions // PAGE, device=device, dtype=torch.int32)
+        query = torch.randn(tokens, Q_HEADS, DIM, device=device).half()
+        keys, values = gather(cache, table, positions)
+        theirs = partial(
+            torch.nn.functional.scaled_dot_product_attention,
+            *(query.transpose(0, 1)[None], keys[None], values[None]),
+            attn_mask=torch.nn.attention.bias.causal_lower_right(tokens, positions),
+            scale=DIM**-0.5,
+            enable_gqa=True,
+        )
+        yield Measurement(
+            f"prefill int8, 2,048 tokens at {positions:,}",
+            positions * KV_HEADS * (2 * DIM + 16),
+            [partial(prefill_attention, query, cache, table, positions - tokens)],
+            [theirs],
+            "torch, keys in a row",
+            4 * Q_HEADS * DIM * tokens * (positions - tokens // 2),
+        )
+
+
+def _delta_parts(tokens: int, device: torch.device) -> tuple[DeltaWeights, Tensor, Tensor, Tensor]:
+    channels = (2 * KEY_HEADS + VALUE_HEADS) * HEAD
+    weights = DeltaWeights(
+        torch.randn(channels, 4, device=device),
+        torch.zeros(VALUE_HEADS, device=device),
+        torch.zeros(VALUE_HEADS, device=device) - 3,
+    )
+    projection = torch.randn(tokens, channels + VALUE_HEADS * (HEAD + 2), device=device)
+    mixed, _, b, a = projection.split([channels, VALUE_HEADS * HEAD, VALUE_HEADS, VALUE_HEADS], dim=1)
+    return weights, mixed, a, b
+
+
+def delta(device: torch.device) -> Iterator[Measurement]:
+    """A round of decoding with as many tokens replayed, and a prompt's chunk in both forms."""
+    for tokens in (1, 4):
+        weights, mixed, a, b = _delta_parts(tokens, device)
+        nbytes = 2 * VALUE_HEADS * HEAD * HEAD * 4 + 4 * mixed.shape[1] * (4 * tokens + 2 * 3)
+        states = [DeltaState.empty(1, weights) for _ in range(_copies(nbytes))]
+        progress = Progress.empty(1, device)
+        progress.accepted.fill_(tokens)
+        batch = Round.of([0], [tokens], device)
+        calls = [partial(delta_decode, mixed, a, b, weights, state, progress, batch) for state in states]
+        yield Measurement(f"decode, {tokens} tokens and {tokens} replayed", nbytes, calls)
+    weights, mixed, a, b = _delta_parts(2048, device)
+    state, progress = DeltaState.empty(1, weights), Progress.empty(1, device)
+    plain = partial(delta_prefill, mixed, a, b, weights, state, progress, 0)
+    nbytes = 4 * 2048 * (mixed.shape[1] + VALUE_HEADS * HEAD)
+    yield Measurement("prefill, 2,048 tokens, chunked", nbytes, [partial(plain, chunked=True)], [plain], "recurrent")
+
+
+def elementwise(device: torch.device) -> Iterator[Measurement]:
+    """What stands between the products."""
+    for tokens in (4, 2048):
+        sets = _copies(tokens * HIDDEN * 8)
+        x, more = (torch.randn(sets, tokens, HIDDEN, device=device) for _ in range(2))
+        weight = torch.randn(HIDDEN, device=device)
+        out = torch.empty(sets, tokens, HIDDEN, dtype=torch.float16, device=device)
+        calls: list[Callable[[], object]]
+        calls = [partial(norm.rms_norm, x[i], weight, EPS, delta=more[i], out=out[i]) for i in range(sets)]
+        yield Measurement(f"rms_norm with delta, {tokens:,} tokens", tokens * HIDDEN * 14, calls)
+        wide = VALUE_HEADS * HEAD
+        heads, gate = x[:, :, :wide].contiguous().unflatten(2, (VALUE_HEADS, HEAD)), more[:, :, :wide].contiguous()
+        small, narrow = torch.randn(HEAD, device=device), out[:, :, :wide].contiguous()
+        calls = [partial(norm.gated_rms_norm, heads[i], gate[i], small, EPS, out=narrow[i]) for i in range(sets)]
+        yield Measurement(f"gated_rms_norm, {tokens:,} tokens", tokens * wide * 10, calls)
+        table = torch.randn(VOCABULARY // 4, HIDDEN, device=device).bfloat16()
+        ids = torch.randint(0, VOCABULARY // 4, (sets, tokens), device=device, dtype=torch.int32)
+        calls = [partial(norm.embed, ids[i], table, x[i]) for i in range(sets)]
+        yield Measurement(f"embed, {tokens:,} tokens", tokens * HIDDEN * 6, calls)
+        width = 2 * (Q_HEADS + KV_HEADS) * DIM
+        projection = torch.randn(sets, tokens, width, device=device)
+        cache = _cache(8192, device, int8=True)
+        places = torch.arange(tokens, device=device, dtype=torch.int32)
+        cosines, sines = reference.rope_table(4096, reference.inverse_frequencies(DIM, 0.25, 1e7))
+        turn = partial(
+            qkv_rope,
+            query_weight=torch.randn(DIM, device=device),
+            key_weight=torch.randn(DIM, device=device),
+            tables=(cosines.to(device), sines.to(device)),
+            axes=reference.mrope_axes(32, [11, 11, 10]).int().to(device),
+            positions=places.expand(3, tokens).contiguous(),
+            slots=places,
+            cache=cache,
+            eps=EPS,
+        )
+        nbytes = tokens * DIM * (4 * (Q_HEADS + 2 * KV_HEADS) + 2 * Q_HEADS) + tokens * KV_HEADS * (2 * DIM + 16)
+        yield Measurement(f"qkv_rope int8, {tokens:,} tokens", nbytes, [partial(turn, part) for part in projection])
+
+
+def sampling(device: torch.device) -> Iterator[Measurement]:
+    """A round of speculation of one lane, and log-probabilities."""
+    rows = 4
+    logits = torch.randn(rows, VOCABULARY, device=device) * 3
+    lanes = LaneSampling.empty(1, VOCABULARY, device, bias=False)
+    lanes.start(0, [1], temperature=0.8, top_k=40, top_p=0.95)
+    decision = Decision.of([0], [9], [[1, 2, 3]], device)
+    into = Distributions.empty(rows, VOCABULARY, device)
+    for cuts in (Cuts(), Cuts(top_k=False, top_p=False)):
+        what = "top-k and top-p" if cuts.top_k else "no cut"
+        call = partial(decide, logits, decision, lanes, into, cuts=cuts, counted=False)
+        yield Measurement(f"round of 4 rows, {what}", rows * VOCABULARY * 4, [call] * 4)
+    tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+    yield Measurement(
+        "log-probabilities of 4 rows", rows * VOCABULARY * 4, [partial(log_probabilities, logits, tokens, 5)] * 4
+    )
+
+
+FAMILIES = {"attention": attention, "delta": delta, "elementwise": elementwise, "sampling": sampling}
+
+
+def measure_families(names: Sequence[str], arch: str, device: torch.device) -> Iterator[FamilyRow]:
+    """Every measurement of these families as code of one architecture."""
+    with forced_arch(arch):
+        for family in names:
+            for one in FAMILIES[family](device):
+                seconds = time_graph(one.launches)
+                peer = time_graph(one.peer) if one.peer else 0.0
+                floor = read_seconds(one.nbytes, device, POOL_BYTES)
+                yield FamilyRow(family, one.name, arch, one.nbytes, one.flops, seconds, floor, peer, one.peer_name)

@@ -1,0 +1,165 @@
+"""What attention, the delta rule, elementwise kernels and sampling cost on a V100, from their sm_70 machine code.
+
+As for the linears (`volta_report`): a bound by instructions issued, by pipes and by bytes in flight, and no measurement. A
+kernel's cost is that of one pass of a loop, or of its whole code, by so many warps, for so many bytes of memory or
+floating-point operations. Waits between phases are not in it.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..kernels.attention import shared_bytes as attention_shared_bytes
+from ..kernels.build import build, sources
+from ..kernels.delta_chunks import CHUNK, PREPARE_BYTES, scan_shared_bytes
+from ..kernels.kvcache import DIM, PAGE
+from ..kernels.prefill_attention import ROWS, own_shared_bytes
+from .volta_report import (
+    ARCH,
+    BANDWIDTH,
+    CLOCK,
+    LATENCY,
+    MOST_BLOCKS,
+    MOST_WARPS,
+    MULTIPROCESSORS,
+    QUARTERS,
+    REGISTERS,
+    SHARED_BYTES,
+    TURN_BYTES,
+    Loop,
+    assemble,
+    code_of,
+    counted,
+    disassemble,
+    encoding_of,
+    find_disassembler,
+    find_ptxas,
+    loops_of,
+)
+
+HIDDEN, HEAD, GROUP = 5120, 128, 6
+PRODUCTS, LARGEST, WHOLE = "loop with products", "largest loop", "whole"  # which code is a unit's
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a pass costs and gives. nbytes: of memory; flops: of useful products; flight: bytes that a block asks for ahead."""
+
+    threads: int
+    code: str
+    nbytes: int
+    flops: int = 0
+    warps: int = 0  # that share the unit, all of a block's if 0
+    shared: int = 0
+    flight: int = 0
+
+
+def _attention() -> dict[str, Unit]:
+    found = {}
+    for form, page in (("int8", PAGE * (2 * DIM + 16)), ("fp16", PAGE * 4 * DIM)):
+        for tiles in range(1, 6):
+            found[f"attention_{form}_{tiles}"] = Unit(
+                256, PRODUCTS, page, shared=attention_shared_bytes(tiles), flight=page
+            )
+    return found
+
+
+def _prefill(int8: bool) -> Unit:
+    used = ROWS[int8] // GROUP * GROUP  # the others have no token
+    return Unit(256, PRODUCTS, 0, flops=4 * used * PAGE * DIM, shared=own_shared_bytes(int8))
+
+
+UNITS: Mapping[str, Mapping[str, Unit]] = {
+    "attention.cu": _attention(),
+    "attention_prefill.cu": {
+        "attention_prefill_int8": _prefill(True),
+        "attention_prefill_fp16": _prefill(False),
+    },
+    "delta.cu": {"delta_decode": Unit(64, WHOLE, 2 * 16 * HEAD * 4, flight=16 * HEAD * 4)},
+    "delta_chunks.cu": {
+        "chunks_prepare": Unit(256, WHOLE, CHUNK * (7 * HEAD * 2 + 2 * HEAD * 2 + CHUNK * 2), shared=PREPARE_BYTES),
+        "chunks_scan": Unit(256, PRODUCTS, CHUNK * (3 * HEAD + CHUNK) * 2, shared=scan_shared_bytes(70)),
+    },
+    "norm.cu": {
+        "rms_norm": Unit(256, WHOLE, 14 * HIDDEN, flight=8 * HIDDEN),
+        "gated_rms_norm": Unit(256, LARGEST, 10 * HEAD, warps=1, flight=8 * 8 * HEAD),
+        "output_gate": Unit(256, LARGEST, 10 * 4 * 32, warps=1, flight=8 * 8 * 4 * 32),
+        "embed_bf16": Unit(256, LARGEST, 6 * 4 * 32, warps=1, flight=8 * 2 * 4 * 32),
+    },
+    "rope.cu": {
+        "qkv_rope_int8": Unit(128, LARGEST, 6 * DIM, warps=1, flight=4 * 4 * DIM),
+        "qkv_rope_fp16": Unit(128, LARGEST, 6 * DIM, warps=1, flight=4 * 4 * DIM),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FamilyReport:
+    """One kernel on a V100. `cost`: of a warp's pass; None without a model or a disassembler."""
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    unit: Unit | None
+    cost: Loop | None
+
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor; 0 without a unit."""
+        if self.unit is None:
+            return 0
+        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.unit.threads)
+        by_shared = SHARED_BYTES // self.unit.shared if self.unit.shared else MOST_BLOCKS
+        return min(by_registers, by_shared, MOST_WARPS * 32 // self.unit.threads, MOST_BLOCKS)
+
+    @property
+    def cycles(self) -> float | None:
+        """Of a multiprocessor, for a unit."""
+        if self.unit is None or self.cost is None:
+            return None
+        return self.cost.cycles * (self.unit.warps or self.unit.threads // 32) / QUARTERS
+
+    @property
+    def share(self) -> float | None:
+        """Predicted share of the bandwidth, for what memory limits."""
+        if self.cycles is None or self.unit is None or not self.unit.flight:
+            return None
+        offered = MULTIPROCESSORS * CLOCK / BANDWIDTH * self.unit.nbytes  # cycles that the unit's bytes take
+        needed = BANDWIDTH * LATENCY / MULTIPROCESSORS
+        return min(1.0, offered / self.cycles, self.blocks * self.unit.flight / needed)
+
+    @property
+    def tflops(self) -> float | None:
+        """Predicted bound in TFLOP/s, for what products limit."""
+        if self.cycles is None or self.unit is None or not self.unit.flops:
+            return None
+        return self.unit.flops / self.cycles * MULTIPROCESSORS * CLOCK * 1e-12
+
+
+def report_families(tools: tuple[Path, Path | None] | None = None) -> list[FamilyReport]:
+    """Every kernel but the linears of one encoding. Raises EnvironmentFault if ptxas or NVRTC is missing or fails."""
+    ptxas, disassembler = tools or (find_ptxas(), find_disassembler())
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for source in sources():
+            units = UNITS.get(source, {})
+            cubin = Path(folder) / f"{source}.cubin"
+            resources = assemble(ptxas, build(source, ARCH).image, cubin)
+            listing = disassemble(disassembler, cubin) if disassembler and units else {}
+            for name in sorted(resources):
+                if encoding_of(name) in TURN_BYTES:
+                    continue  # `volta_report` has it
+                unit = units.get(name)
+                cost = _cost(unit, code_of(listing[name])) if unit and name in listing else None
+                found.append(FamilyReport(name, *resources[name], unit, cost))
+    return found
+
+
+def _cost(unit: Unit, code: list[str]) -> Loop:
+    if unit.code == WHOLE:
+        return counted(code)
+    loops = loops_of(code)
+    if unit.code == PRODUCTS:
+        return counted(min((loop for loop in loops if any("MMA" in text for text in loop)), key=len))
+    return counted(max(loops, key=len))
