@@ -87,8 +87,11 @@ class Executor(Protocol):
     def save(self, lane: Lane) -> object | None:
         """The recurrent, convolution and MTP state after exactly `lane.length` tokens; it owns what it holds.
 
-        It must not depend on tokens after those (see `prefill`). None where that state is no longer at hand: after a
-        round that went past the answer's end. Whether it is follows from the outcomes, alike on every rank.
+        It must not depend on tokens after those (see `prefill`). Keys and values of all but the last of them are final, in
+        an answer of all but the last 1 + MAX_DRAFTS: behind stands what `load` or the next chunk writes again.
+
+        None where that state is no longer at hand: after a round that went past the answer's end. Whether it is follows
+        from the outcomes, alike on every rank.
         """
         ...
 

@@ -63,8 +63,7 @@ class ReferenceExecutor:
         self._tower = tower
         self._seen = b""
         kept = self.cache.recurrent.of_lane(0)
-        hidden = 4 * (1 + MAX_DRAFTS) * model.weights.config.text.hidden_size
-        self.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept) + hidden
+        self.state_bytes = sum(tensor.nbytes for tensor in kept) + 4 * model.weights.config.text.hidden_size
 
     @property
     def pages(self) -> int:
@@ -99,9 +98,8 @@ class ReferenceExecutor:
         self.cache.lengths[lane.index] = start + count
         answer.keep_hidden(hidden)
         if self._uses_mtp(lane):
-            self._follow(answer)
-        assert answer.hidden is not None
-        answer.hidden = answer.hidden[-1:]
+            self._follow(answer, by_rows=False)
+        answer.hidden = hidden[-1:]
         answer.images.release(start + count)
         if not lane.request.echo_logprobs:
             return []
@@ -109,8 +107,8 @@ class ReferenceExecutor:
         rows = self._logits(hidden[: len(after)], by_rows=False)
         return [answer.sampler.logprob(row, token) for row, token in zip(rows, after, strict=True)]
 
-    def _follow(self, answer: Answering) -> None:
-        """Let the MTP layer read what it has yet to read of the prompt, but for the last token, whose successor is open."""
+    def _follow(self, answer: Answering, by_rows: bool) -> None:
+        """Let the MTP layer read all that the target has passed but the last token, whose successor may yet be another."""
         lane, hidden = answer.lane, answer.hidden
         assert hidden is not None
         start, count = self.cache.mtp_lengths[lane.index], len(hidden) - 1
@@ -118,9 +116,10 @@ class ReferenceExecutor:
             after = torch.tensor(lane.tokens[start + 1 : start + 1 + count])
             images = answer.images.rows(start + 1, count)
             segment = Segment(lane.index, start, count)
-            batch = Batch(after, [segment], lane.rope(start, count), by_rows=False, images=images)
+            batch = Batch(after, [segment], lane.rope(start, count), by_rows, images)
             self.model.draft(batch, hidden[:-1], self.cache)
             self.cache.mtp_lengths[lane.index] += count
+        answer.hidden = hidden[-1:]
 
     def first(self, lane: Lane) -> Outcome:
         answer = self.answers[lane.index]
@@ -185,6 +184,8 @@ class ReferenceExecutor:
     def save(self, lane: Lane) -> SavedState | None:
         answer = self.answers[lane.index]
         assert self.cache.lengths[lane.index] == lane.length and answer.hidden is not None
+        if self._uses_mtp(lane):
+            self._follow(answer, by_rows=lane.produced > 0)
         kept = [tensor.clone() for tensor in self.cache.recurrent.of_lane(lane.index)]
         return SavedState(lane.length, kept, answer.hidden.clone(), self.cache.mtp_lengths[lane.index])
 

@@ -82,6 +82,21 @@ def test_hits_stand_in_events_and_records(tools, source) -> None:
     assert cached(tools.drive(engine, tools.request(3, text(3, 140), 5)).events[3]) == 0
 
 
+@pytest.mark.parametrize("tokens", range(2, 9))
+def test_whatever_the_last_round_left_behind_the_next_turn_reads_it(tools, source, tokens: int) -> None:
+    """The answer's limit cuts the last rounds' drafts; the next turns find the whole, again and again."""
+    answer = tools.drive(caching(tools, source, prefix_bytes=0), tools.request(1, text(4, 90), 30)).tokens[1]
+    engine, prompt = caching(tools, source, drafts_from=[answer[1:6], answer[7:12]]), text(4, 90)
+    guessing = caching(tools, source, drafts=5)
+    for one in (engine, guessing):
+        watch, said = Watch(one), list(prompt)
+        for number in range(3):
+            run = tools.drive(one, tools.request(number, said, tokens), after_step=watch)
+            assert cached(run.events[number]) == (len(said) if number else 0)
+            assert [*said, *run.tokens[number]] == [*prompt, *answer][: len(said) + tokens]
+            said += run.tokens[number][:-1]  # all that the state holds
+
+
 def test_an_answer_is_gone_on_from(tools, source) -> None:
     """Its state comes from decode rounds, the plain one from chunks: equal within bounds."""
     engine, prompt = caching(tools, source), text(4, 90)
@@ -214,6 +229,7 @@ class Watch:
     def content(self, prefix: Any) -> list[torch.Tensor]:
         memory = self.engine.executor.cache
         found = [pool[prefix.pages].flatten(0, 1)[: prefix.length] for pool in (*memory.kv.keys, *memory.kv.values)]
+        assert prefix.settled <= prefix.state.mtp_length or prefix.state.mtp_length == 0, "no drafts"
         found += [
             pool[prefix.pages].flatten(0, 1)[: min(prefix.settled, prefix.state.mtp_length)]
             for pool in (memory.mtp_kv.keys[0], memory.mtp_kv.values[0])
@@ -249,7 +265,7 @@ PARTS = [text(200 + number, count) for number, count in enumerate((30, 64, 70, 1
         max_size=8,
     ),
     lanes=st.integers(1, 3),
-    drafts=st.integers(0, 3),
+    drafts=st.integers(0, 5),
     pages=st.integers(9, 30),
     states=st.sampled_from([1, 2, 5, 100]),
     cancels=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=3),

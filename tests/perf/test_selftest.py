@@ -19,7 +19,7 @@ from duovolt.kernels.norm import gated_rms_norm_reference, rms_norm_reference
 from duovolt.kernels.rope import qkv_rope_reference
 from duovolt.kernels.tuning import Choice
 from duovolt.perf import collective, known_answers, selftest, selftest_slice
-from duovolt.perf.curve import READ, Curve, Point, Series
+from duovolt.perf.curve import READ, Curve, Point, Series, read_curve
 from duovolt.perf.device_timing import Timing
 from duovolt.perf.doctor.facts import Facts
 from duovolt.perf.kernels import Case as LinearCase
@@ -278,3 +278,10 @@ def test_the_slice_is_a_forward_pass_of_four_layers(monkeypatch):
     assert delta.nbytes == sum(weight.nbytes for weight in delta.weights) + 2 * 4 * 128 * 128 * 4
     assert attention.nbytes - sum(weight.nbytes for weight in attention.weights) == 128 * 2 * (256 + 2 * 4)
     assert rows["four layers"].tokens == 4
+
+
+def test_the_measured_files_of_the_documents_are_read():
+    measured = Path(__file__).parents[2] / "docs" / "measured"
+    assert read_curve(measured / "h200-curve.json").find(READ).points[-1].gbps == pytest.approx(4519, abs=1)
+    report = read_report(measured / "h200-selftest.json")
+    assert not report.wrong and any("by the card file h200: four layers" in line for line in report_lines(report))
