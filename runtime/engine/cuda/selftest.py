@@ -12,10 +12,20 @@ from torch import Tensor
 
 from ....checkpoint.errors import CheckFailed
 from ....kernels.attention import Sequences, decode_attention, decode_attention_reference
-from ....kernels.delta import DeltaState, DeltaWeights, Progress, Round, delta_decode, delta_decode_reference
+from ....kernels.delta import (
+    DeltaState,
+    DeltaWeights,
+    Progress,
+    Round,
+    delta_decode,
+    delta_decode_reference,
+    delta_prefill,
+    delta_prefill_reference,
+)
 from ....kernels.kvcache import DIM, PAGE, KVCache
 from ....kernels.linear import linear, linear_reference, swiglu, swiglu_reference
 from ....kernels.norm import rms_norm, rms_norm_reference
+from ....kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from ....kernels.weights import BAND, GROUP, Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 ROWS, COLUMNS, TOKENS = 64, 256, 3
@@ -53,7 +63,7 @@ def check_answers(device: torch.device, cases: list[Case] | None = None) -> list
 
 
 def all_cases() -> list[Case]:
-    """Every encoding of the linears, the fused gate, both caches, the delta rule, the norm."""
+    """Every encoding of the linears, the fused gate, both caches, the delta rule, the norm; of a prompt's chunk, too."""
     cases = [
         _pair(f"linear {encoding}", partial(_multiply, encoding), linear, linear_reference)
         for encoding in ("nvfp4", "fp8", "fp8_blocks", "half")
@@ -61,6 +71,11 @@ def all_cases() -> list[Case]:
     for kind in ("int8", "fp16"):
         attend = partial(_attend, kind == "int8")
         cases.append(_pair(f"attention {kind}", attend, decode_attention, decode_attention_reference))
+        read = partial(_read, kind == "int8")
+        cases.append(_pair(f"attention of a prompt {kind}", read, prefill_attention, prefill_attention_reference))
+    for name, chunked in (("in chunks", True), ("token by token", False)):
+        run = partial(_delta_prompt, chunked)
+        cases.append(_pair(f"delta rule of a prompt {name}", run, delta_prefill, delta_prefill_reference))
     return [
         *cases,
         _pair("swiglu", _swiglu, swiglu, swiglu_reference),
@@ -118,26 +133,59 @@ def _swiglu(run: Callable[..., Tensor], device: torch.device) -> Tensor:
     return run(x, _weight("nvfp4", device), _weight("nvfp4", device))
 
 
-def _attend(int8: bool, run: Callable[..., Tensor], device: torch.device) -> Tensor:
-    """Three tokens of one sequence at the end of 150 positions on three pages out of order; two KV heads for twelve."""
-    positions, heads, pages = 150, 2, [2, 0, 1]
-    cache = KVCache.empty(3, heads, int8=int8, device="cpu")
+def _cache(int8: bool, positions: int, pages: list[int], device: torch.device) -> KVCache:
+    """Two KV heads' random keys and values, on pages in this order."""
+    heads, cpu = 2, torch.device("cpu")
+    cache = KVCache.empty(len(pages), heads, int8=int8, device="cpu")
     slots = torch.tensor([pages[p // PAGE] * PAGE + p % PAGE for p in range(positions)])
-    keys, values = (_random((positions, heads, DIM), seed, torch.device("cpu")) for seed in (6, 7))
-    cache.store(slots, keys, values)
+    cache.store(slots, *(_random((positions, heads, DIM), seed, cpu) for seed in (6, 7)))
     parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-    moved = KVCache(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
-    query = (_random((TOKENS, 6 * heads, DIM), 8, torch.device("cpu")) / 4).half().to(device)
+    return KVCache(*(None if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
+
+
+def _query(tokens: int, device: torch.device) -> Tensor:
+    return (_random((tokens, 12, DIM), 8, torch.device("cpu")) / 4).half().to(device)
+
+
+def _attend(int8: bool, run: Callable[..., Tensor], device: torch.device) -> Tensor:
+    """Three tokens of one sequence at the end of 150 positions on three pages out of order."""
+    positions, pages = 150, [2, 0, 1]
     tables = torch.tensor([pages], dtype=torch.int32, device=device)
     sequences = Sequences.of(tables, [positions - TOKENS], [TOKENS])
-    return run(query, moved, sequences, max_tokens=4, max_positions=positions + 10)
+    cache = _cache(int8, positions, pages, device)
+    return run(_query(TOKENS, device), cache, sequences, max_tokens=4, max_positions=positions + 10)
+
+
+def _read(int8: bool, run: Callable[..., Tensor], device: torch.device) -> Tensor:
+    """Thirty tokens of a prompt after 120, by the kernel that this card would use."""
+    positions, count, pages = 150, 30, [2, 0, 1]
+    table = torch.tensor(pages, dtype=torch.int32, device=device)
+    return run(_query(count, device), _cache(int8, positions, pages, device), table, positions - count)
+
+
+def _delta_weights(device: torch.device) -> DeltaWeights:
+    """One key head, two value heads."""
+    return DeltaWeights(
+        _random((4 * 128, 4), 9, device) / 2, _random((2,), 10, device) / 4, _random((2,), 11, device) / 4
+    )
+
+
+def _delta_prompt(chunked: bool, run: Callable[..., Tensor], device: torch.device) -> Tensor:
+    """Ninety tokens and forty more, neither a whole number of chunks, and the state that they leave."""
+    weights = _delta_weights(device)
+    memory, progress, parts, position = DeltaState.empty(1, weights), Progress.empty(1, device), [], 0
+    for seed, count in ((14, 90), (15, 40)):
+        joined = _random((count, weights.channels + 2 * weights.value_heads), seed, device)
+        mixed, a, b = joined.split([weights.channels, weights.value_heads, weights.value_heads], dim=1)
+        out = run(mixed, a, b, weights, memory, progress, 0, chunked=chunked, position=position)
+        parts.append(out.flatten())
+        position += count
+    return torch.cat([*parts, memory.state.flatten()])
 
 
 def _delta(run: Callable[..., Tensor], device: torch.device) -> Tensor:
     """A round of three tokens after one of two of which one stood: replay, recurrence, convolution and gates."""
-    weights = DeltaWeights(
-        _random((4 * 128, 4), 9, device) / 2, _random((2,), 10, device) / 4, _random((2,), 11, device) / 4
-    )
+    weights = _delta_weights(device)
     memory, progress = DeltaState.empty(1, weights), Progress.empty(1, device)
     out = torch.empty(0, device=device)
     for seed, count, accepted in ((12, 2, 1), (13, TOKENS, 0)):
