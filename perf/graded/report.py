@@ -29,7 +29,7 @@ def table(result: Result) -> str:
         lines += [f"  wrong: {one.id}: {one.why}" for one in result.graded if not one.passed]
     if result.sandbox:
         lines.append(f"answers that are code ran in {result.sandbox}")
-    return "\n".join(lines)
+    return _printable(lines)
 
 
 def verdict(paired: Paired) -> str:
@@ -61,14 +61,19 @@ def comparison(before: Result, after: Result) -> str:
             lines.append("text: other tokens or other windows; not compared")
     paired = pair(before.graded, after.graded)
     if (count := paired.both + paired.neither + len(paired.lost) + len(paired.gained)) == 0:
-        return "\n".join([*lines, "questions: none in common"])
+        return _printable([*lines, "questions: none in common"])
     lines.append(
         f"questions: {count} in common: right in both {paired.both}, before only {len(paired.lost)}, after only "
         f"{len(paired.gained)}, in neither {paired.neither}: {verdict(paired)}"
     )
     reasons = {one.id: one for one in after.graded}
     lines += _named("lost", paired.lost, reasons) + _named("gained", paired.gained, reasons)
-    return "\n".join(lines)
+    return _printable(lines)
+
+
+def _printable(lines: list[str]) -> str:
+    """Names and reasons come from servers and files."""
+    return "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)
 
 
 def _named(word: str, ids: Iterable[str], reasons: dict[str, Outcome]) -> list[str]:
