@@ -34,7 +34,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dir", type=Path, metavar="DIR", help="a rank or converted directory in place of random weights"
     )
     parser.add_argument(
-        "--devices", default="0", metavar="N[,N]", help="cards; two of them run both ranks of two (default: 0)"
+        "--devices",
+        default="0",
+        metavar="N[,N]",
+        help="cards; two run both ranks of two (default: 0); cpu: only to try the command, on the kernels' references",
     )
     parser.add_argument("--collective", choices=("auto", "host", "ipc", "nccl"), default="auto", help="as for serve")
     parser.add_argument("--twin", help=argparse.SUPPRESS)
@@ -51,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="prompt tokens a step (default: 2048)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
     parser.add_argument("--graphs", choices=("on", "off"), default="on")
+    parser.add_argument("--draft-window", type=int, default=0, metavar="N", help="as for serve (default: 0)")
     parser.add_argument(
         "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
     )
@@ -68,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     with forced_arch(args.arch) if args.arch else nullcontext():
-        devices = [int(word) for word in args.devices.split(",")]
-        if len(devices) == 1 or args.twin:
+        if "," not in args.devices or args.twin:
             return _measure(args)
+        devices = [int(word) for word in args.devices.split(",")]
         from ..perf.pair import twin, way_between
 
         args.tp, args.way = 2, way_between(args.collective, devices).argument
@@ -104,7 +108,8 @@ def _measure(args: argparse.Namespace, rank: int = 1) -> int:
             floor = setup.floor(found)
             figures = asdict(found)
             figures |= figures.pop("seen")
-            rounds.append(figures | {"floor_ms": floor, "ratio": found.ms / floor, "tp": args.tp, "kv": args.kv})
+            ratio = found.ms / floor if floor else None
+            rounds.append(figures | {"floor_ms": floor, "ratio": ratio, "tp": args.tp, "kv": args.kv})
             if not args.quiet:
                 print(_round_line(rounds[-1]), flush=True)
     prompts = []
@@ -115,13 +120,14 @@ def _measure(args: argparse.Namespace, rank: int = 1) -> int:
         if not args.quiet:
             print(
                 f"first token after {seen.tokens:>7,}: {seen.seconds:8.2f} s  {seen.tokens / seen.seconds:9,.0f} tokens/s  "
-                f"floor {floor:7.2f} s  ratio {seen.seconds / floor:.2f}  overflows {seen.overflows}",
+                f"{f'floor {floor:7.2f} s  ratio {seen.seconds / floor:.2f}  ' if floor else ''}overflows {seen.overflows}",
                 flush=True,
             )
     memory = setup.memory()
     if not args.quiet:
         print("\n".join(_kernel_lines(rounds[0]) if rounds else []))
-        print(f"memory: planned {memory['planned'] / 1e9:.2f} GB, used {memory['used'] / 1e9:.2f} GB")
+        if memory["used"] is not None:
+            print(f"memory: planned {memory['planned'] / 1e9:.2f} GB, used {memory['used'] / 1e9:.2f} GB")
     if args.json is not None:
         facts = {**setup.facts, "rounds": rounds, "prefill": prompts, "memory": memory}
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
@@ -136,9 +142,7 @@ class _Setup:
 
         from ..kernels.prefill_attention import torch_attends
         from ..perf.engine import Alone, Bench, product_rate, read_curve_here
-        from ..perf.kernels import the_device
         from ..perf.layerwise import directories_of
-        from ..perf.machine import read_machine
         from ..perf.model_source import sheet_at
         from ..perf.sheet import sheet_of
         from ..runtime.engine.cuda.executor import CudaExecutor
@@ -147,19 +151,17 @@ class _Setup:
         from ..runtime.parallel.choice import Choice
         from ..runtime.parallel.device import DeviceCollective, SoloDevice
 
-        number = int(args.devices.split(",")[rank])
-        if number >= max(1, torch.cuda.device_count()):
-            raise InputError(f"--devices {args.devices}: this machine shows {torch.cuda.device_count()} cards.")
-        the_device()
-        device = torch.device("cuda", number)
-        torch.cuda.set_device(device)
-        self._args, self._torch, self._device = args, torch, device
-        self._curve = read_curve_here(device) if rank == 0 else read_curve_here(device, [1 << 20])
-        self._rate = product_rate(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        begun = torch.cuda.memory_reserved(device)
-        load = ""
+        self._args, self._torch, self._card = args, torch, args.devices != "cpu"
+        self._curve: Any = None
+        device = torch.device("cpu")
+        if self._card:
+            device = _card(int(args.devices.split(",")[rank]), args)
+            self._curve = read_curve_here(device) if rank == 0 else read_curve_here(device, [1 << 20])
+            self._rate = product_rate(device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            self._begun = torch.cuda.memory_reserved(device)
+        self._device, load = device, ""
         if args.dir is not None:
             from ..runtime.engine.cuda.loading import load_cuda_weights
 
@@ -174,15 +176,14 @@ class _Setup:
             weights = random_weights(config, encodings, args.tp, rank, device)
             self._sheet = sheet_of(f"{args.config}, recipe {args.recipe}", config, encodings, args.tp)
         lanes, limit = max(args.lanes), weights.config.text.max_position_embeddings
-        wanted = max([*args.contexts, *args.prefill, 4096])
-        self._context = min(limit, wanted + 4096)
+        wanted = max([*args.contexts, *args.prefill, 64])
+        self._context = min(limit, wanted + self._steps * (1 + args.drafts) + 64)
         share = pages_for(self._context)
         self._demand = Demand(
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
-            keys_in_a_row=torch_attends(torch.cuda.get_device_capability(device)),
+            keys_in_a_row=self._card and torch_attends(torch.cuda.get_device_capability(device)),
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
-        self._begun = begun
         link: DeviceCollective = SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank)
         if args.twin:
             from ..perf.pair import join
@@ -201,17 +202,15 @@ class _Setup:
             graphs=args.graphs == "on",
         )
         self._bench = Bench(executor, lanes, self._context)
-        machine = read_machine(device)
         self.facts = {
-            "machine": {"card": machine.card, "driver": machine.driver, "torch": machine.torch, "cuda": machine.cuda,
-                        "memory_mhz": machine.memory_mhz, "date": machine.date, "duovolt": machine.duovolt},
+            "machine": _machine(device) if self._card else {"card": "none: references on the CPU", "torch": torch.__version__},
             "model": self._sheet.label, "tp": args.tp, "kv": args.kv, "drafts": args.drafts, "chunk": args.chunk,
             "draft_rows": args.draft_rows, "draft_window": args.draft_window,
             "arch": args.arch, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
             "devices": args.devices, "collective": args.way if args.twin else None,
             "weights_bytes": weights.nbytes, "plan": self._plan.parts,
-            "product_tflops": self._rate / 1e12,
-            "curve": [[point.nbytes, point.gbps] for point in self._curve.points],
+            "product_tflops": self._rate / 1e12 if self._card else None,
+            "curve": [] if self._curve is None else [[point.nbytes, point.gbps] for point in self._curve.points],
         }  # fmt: skip
 
     @property
@@ -223,7 +222,7 @@ class _Setup:
             alone = way if self._args.twin else ", one rank of two without its twin"
         load = f"\n{facts['load']}" if facts["load"] else ""
         return (
-            f"{facts['machine']['card']}, driver {facts['machine']['driver']}, torch {facts['machine']['torch']}; "
+            f"{facts['machine']['card']}, driver {facts['machine'].get('driver')}, torch {facts['machine']['torch']}; "
             f"{facts['model']}{alone}; {facts['weights_bytes'] / 1e9:.2f} GB of weights, kv {facts['kv']}, "
             f"{facts['drafts']} drafts, graphs {facts['graphs']}{f', kernels {arch}' if (arch := facts['arch']) else ''}{load}"
         )
@@ -236,7 +235,7 @@ class _Setup:
         depth = min(context, self._context - self._steps * (1 + self._args.drafts) - 8)
         with self._torch.inference_mode():
             return self._bench.rounds(
-                depth, lanes, self._args.drafts, self._args.rounds, profile=not self._args.no_profile
+                depth, lanes, self._args.drafts, self._args.rounds, profile=self._card and not self._args.no_profile
             )
 
     def prefill(self, tokens: int) -> Any:
@@ -244,22 +243,45 @@ class _Setup:
             self._bench.prefill(min(tokens, self._args.chunk + 64), self._args.chunk)  # kernels and library handles
             return self._bench.prefill(tokens, self._args.chunk)
 
-    def floor(self, found: Any) -> float:
+    def floor(self, found: Any) -> float | None:
         from ..perf.engine import floor_of
         from ..perf.ledger import Shape, ledger_of
 
+        if self._curve is None:
+            return None
         shape = Shape(found.context, found.drafts, found.lanes, self._args.kv)
         return floor_of(ledger_of(self._sheet, shape), self._curve, self._args.collective_us)
 
-    def prompt_floor(self, tokens: int) -> float:
+    def prompt_floor(self, tokens: int) -> float | None:
         """Seconds of a prompt's products and attention at the rate of the vendor's fp16 product."""
         from ..perf.engine import prompt_operations
 
-        return prompt_operations(self._sheet, tokens) / self._rate
+        return prompt_operations(self._sheet, tokens) / self._rate if self._card else None
 
     def memory(self) -> dict[str, Any]:
-        used = self._torch.cuda.max_memory_reserved(self._device) - self._begun
+        used = self._torch.cuda.max_memory_reserved(self._device) - self._begun if self._card else None
         return {"planned": self._plan.total, "used": used, "parts": self._plan.parts}
+
+
+def _card(number: int, args: argparse.Namespace) -> Any:
+    """The torch device of a card by number, made the current one."""
+    import torch
+
+    from ..perf.kernels import the_device
+
+    the_device()
+    if number >= torch.cuda.device_count():
+        raise InputError(f"--devices {args.devices}: this machine shows {torch.cuda.device_count()} cards.")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def _machine(device: Any) -> dict[str, Any]:
+    from ..perf.machine import read_machine
+
+    machine = read_machine(device)
+    names = ("card", "driver", "torch", "cuda", "memory_mhz", "date", "duovolt")
+    return {name: getattr(machine, name) for name in names}
 
 
 def _configured(args: argparse.Namespace) -> tuple[Any, dict[str, str]]:
@@ -287,8 +309,11 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--contexts and --prefill are from 64 to 1048576 tokens, --rounds from 10 to 10000.")
     if not 1 <= args.chunk <= 1 << 16 or args.collective_us < 0 or args.draft_rows < 0:
         raise InputError("--chunk is from 1 to 65536, --collective-us and --draft-rows are not negative.")
-    if not all(word.isdecimal() for word in args.devices.split(",")) or args.devices.count(",") > 1:
-        raise InputError(f"--devices {args.devices}: expected the number of a card, or of two with a comma between.")
+    numbers = args.devices.split(",")
+    if args.devices != "cpu" and (not all(word.isdecimal() for word in numbers) or len(numbers) > 2):
+        raise InputError(
+            f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
+        )
     if args.json is not None and not args.json.parent.is_dir():
         raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
 
@@ -296,9 +321,10 @@ def _check(args: argparse.Namespace) -> None:
 def _round_line(row: dict[str, Any]) -> str:
     idle = "" if row["idle"] is None else f"  idle {100 * row['idle']:4.1f} %"
     families = "  ".join(f"{name} {ms:.2f}" for name, ms in sorted(row["families"].items(), key=lambda item: -item[1]))
+    floor = f"  floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}" if row["floor_ms"] else ""
     return (
-        f"{row['context']:>7,} x {row['lanes']}  {row['ms']:7.3f} ms ({row['ms_low']:.3f} to {row['ms_high']:.3f})  "
-        f"floor {row['floor_ms']:7.3f}  ratio {row['ratio']:.2f}{idle}  {families}"
+        f"{row['context']:>7,} x {row['lanes']}  {row['ms']:7.3f} ms ({row['ms_low']:.3f} to {row['ms_high']:.3f})"
+        f"{floor}{idle}  {families}"
     )
 
 

@@ -54,9 +54,8 @@ def workspace_bytes(tokens: int, value_heads: int, heads: int) -> int:
 
 
 def scan_shared_bytes(arch: int) -> int:
-    """Dynamic shared memory of a block of `chunks_scan` for sm_`arch`: with two chunks' operands where there is room."""
-    stages = 0 if arch < 80 else 2 if arch == 80 or 90 <= arch < 120 else 1
-    return _SCAN_BYTES + stages * _STAGED_BYTES
+    """Dynamic shared memory of a block of `chunks_scan` for sm_`arch`: with a chunk's operands where copies are asynchronous."""
+    return _SCAN_BYTES + (_STAGED_BYTES if arch >= 80 else 0)
 
 
 def _piece(

@@ -10,7 +10,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import attention, delta, linear, logprobs, norm, prefill, prefill_attention, rope, round, sampling, staging
+from . import (
+    attention,
+    delta,
+    delta_chunks,
+    linear,
+    logprobs,
+    norm,
+    prefill,
+    prefill_attention,
+    rope,
+    round,
+    sampling,
+    staging,
+)
 from .checks import module_on
 from .sampling_state import Drawn
 
@@ -85,7 +98,8 @@ torch_ops = Ops(
 
 
 SOURCES = (
-    *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, prefill.SOURCE, prefill_attention.SOURCE),
+    *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta_chunks.SOURCE, prefill.SOURCE),
+    *(prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
     *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 

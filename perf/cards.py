@@ -35,10 +35,14 @@ class ReadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SmallForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A node of a graph that does nothing, and a kernel that hardly touches memory."""
+    """A node of a graph that does nothing, and a kernel that hardly touches memory.
+
+    `gap_us`: between two kernels of a round, beyond what a launch costs in a row of its own kind.
+    """
 
     node_us: float
     kernel_us: float
+    gap_us: float = 0.0
 
 
 class LinkForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,7 +71,8 @@ class Card:
     """`series`: curves by kernel, the plain read always; `shares`: of the plain read's speed, by kernel and tokens.
 
     A key of `shares` is a kernel and an encoding (`linears.fp8`), a kernel, a family and an encoding, or a family: the
-    first that is there holds, at the nearest number of tokens. `exact`: launches that were measured alone, by key.
+    first that is there holds, at the nearest number of tokens; for attention, of query rows a kv head. `exact`: launches
+    that were measured alone, by key.
     """
 
     name: str
@@ -80,6 +85,7 @@ class Card:
     shares: Mapping[str, Mapping[int, float]]
     links: Mapping[str, LinkForm]
     exact: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
+    gap_us: float = 0.0
 
     def seconds(self, launch: Launch) -> float:
         """Time of one kernel, its launch included."""
@@ -98,9 +104,13 @@ class Card:
 
     def share(self, launch: Launch, encoding: str) -> float:
         """Share of the plain read's speed; 1 where nothing is known."""
+        rows = launch.tokens
+        if launch.family == "attention" and "/" in launch.form:
+            query, kv = map(int, launch.form.split("/"))
+            rows *= query // kv
         for key in (f"{launch.kernel}.{encoding}", launch.kernel, f"{launch.family}.{encoding}", launch.family):
             if table := self.shares.get(key):
-                return table[min(table, key=lambda tokens: (abs(tokens - launch.tokens), tokens))]
+                return table[min(table, key=lambda tokens: (abs(tokens - rows), tokens))]
         return 1.0
 
     def message(self, launch: Launch, link: str) -> float:
@@ -163,7 +173,14 @@ def load_card(name_or_file: str) -> Card:
 
 
 def _from_form(form: CardForm, where: str) -> Card:
-    numbers = [form.small.node_us, form.small.kernel_us, form.read.start_us, form.read.gbps, *form.kernel_us.values()]
+    numbers = [
+        form.small.node_us,
+        form.small.kernel_us,
+        form.small.gap_us,
+        form.read.start_us,
+        form.read.gbps,
+        *form.kernel_us.values(),
+    ]
     numbers += [value for point in form.read.points for value in point]
     shares: dict[str, dict[int, float]] = {}
     for key, found in form.share.items():
@@ -182,7 +199,7 @@ def _from_form(form: CardForm, where: str) -> Card:
         raise ValueError("numbers must be finite and not negative")
     return Card(
         form.name, form.source, form.assumed, form.small.node_us, form.small.kernel_us, {READ: [_read(form.read)]},
-        form.kernel_us, shares, form.link,
+        form.kernel_us, shares, form.link, gap_us=form.small.gap_us,
     )  # fmt: skip
 
 
@@ -221,6 +238,7 @@ def card_of(curve: Curve) -> Card:
         known.small if known else {},
         {key: table for key, table in known.shares.items() if not key.partition(".")[2]} if known else {},
         known.links if known else {},
+        gap_us=known.gap_us if known else 0.0,
     )
 
 

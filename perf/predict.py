@@ -1,6 +1,6 @@
 """Milliseconds a round and tokens a second, before they are measured: every launch of the ledger at its bytes' time.
 
-    round = sum over kernels of curve(bytes) / share + sum over collectives of latency(bytes) + host
+    round = sum over kernels of (curve(bytes) / share + gap) + sum over collectives of latency(bytes) + host
 
 curve is the card's plain read (or its own linears') with the launch in it, share what a kernel family is known to reach of
 it. A round yields lanes * (1 + drafts * acceptance) tokens.
@@ -14,7 +14,7 @@ from .cards import Card
 from .ledger import FAMILIES, Launch, Ledger
 
 CODE, CHINESE = 0.77, 0.46  # acceptance of three drafts, as published for the 27B
-HOST = "host"
+HOST, GAPS = "host", "gaps"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,9 @@ def forecast(ledger: Ledger, card: Card, setting: Setting) -> Forecast:
         if mine:
             moved = sum(launch.moved + launch.message for launch in mine)
             families[family] = len(mine), moved, sum(_seconds(launch, card, setting) for launch in mine)
+    if card.gap_us:
+        kernels = sum(count for family, (count, _, _) in families.items() if family != "collective")
+        families[GAPS] = 0, 0.0, kernels * card.gap_us * 1e-6
     if setting.host_us:
         families[HOST] = 0, 0.0, setting.host_us * 1e-6
     return Forecast(card, ledger, setting, families)

@@ -76,8 +76,9 @@ def _beside(what: str, measured: SliceRow, predicted: float) -> str:
 
 
 def _slice_seconds(found: Forecast) -> float:
-    """Of what the slice runs: a sixteenth of the main layers' launches, each at its own time."""
-    seconds = sum(found.card.seconds(launch) for launch in found.ledger.launches if _in_layers(launch))
+    """Of what the slice runs: a sixteenth of the main layers' launches, each at its own time, and what lies between."""
+    card = found.card
+    seconds = sum(card.seconds(launch) + card.gap_us * 1e-6 for launch in found.ledger.launches if _in_layers(launch))
     return seconds * LAYERS / _LAYERS_OF_MODEL
 
 

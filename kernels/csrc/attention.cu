@@ -8,8 +8,6 @@
 #include "attention_tiles.cuh"
 
 constexpr int kMaxSegments = 2560;
-// Newer cards only: pages that are brought into the second-level cache ahead of those in registers. A V100's is too small.
-constexpr int kFetchAhead = 2;
 constexpr int kFewRowsBlocks = __CUDA_ARCH__ >= 800 ? 2 : 3; // a multiprocessor should hold: what registers allow
 constexpr int kSegmentPages = 8;      // pages of the longest segment
 constexpr float kLog2e = 1.4426950408889634f;
@@ -97,27 +95,9 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
         }
     };
 
-    // What comes after the pages in registers, into the second-level cache: a line a thread of keys and values together.
-    const auto fetch_ahead = [&](int page) {
-#if __CUDA_ARCH__ >= 800
-        if (page < page_count) {
-            constexpr int kLines = kPage * kDim * 16 / Cache::kPiece / 128; // of keys, and of values
-#pragma unroll
-            for (int n = 0; n < 2 * kLines / kThreads; ++n) {
-                const int line = n * kThreads + threadIdx.x;
-                const void *pool = line < kLines ? keys : values;
-                prefetch(static_cast<const unsigned char *>(pool) + (tile_of(page) * kLines + line % kLines) * 128);
-            }
-        }
-#endif
-    };
     load_keys(0);
     load_values(0);
     load_value_scales(0);
-#pragma unroll
-    for (int page = 1; page <= kFetchAhead; ++page) {
-        fetch_ahead(page);
-    }
     for (int index = threadIdx.x; index < kRows * (kDim / 8); index += kThreads) {
         const int row = index / (kDim / 8), chunk = index % (kDim / 8);
         uint4 halves = {};
@@ -183,7 +163,6 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
         if (page + 2 < page_count) {
             load_keys(page + 2);
         }
-        fetch_ahead(page + kFetchAhead + 1);
         __syncthreads();
         Arch::template weigh<Cache, kTiles>(value, now, shrink, sum, warp, lane);
         if (page + 1 < page_count) {

@@ -15,8 +15,6 @@ constexpr int kPitch = kHead + 8;          // rows of 128 fp16 in shared memory:
 constexpr int kSquarePitch = kChunk + 8;   // rows of 64 fp16
 constexpr int kWidePitch = kChunk + 4;     // rows of 64 FP32
 constexpr bool kAsync = __CUDA_ARCH__ >= 800;
-// How many chunks' operands a block of the scan holds: two where a block may have 163 KB of shared memory.
-constexpr int kStages = __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200) ? 2 : 1;
 constexpr float kLog2e = 1.4426950408889634f;
 
 // A chunk's rows of `columns` fp16 to shared memory; on sm_80 and newer they are there once the thread's copies were waited
@@ -382,9 +380,8 @@ struct ScanShared {
     unsigned short state[kValues * kPitch]; // of the chunk's beginning
     unsigned short update[kChunk * kValuePitch], decayed[kChunk * kValuePitch]; // u, and u as the chunk's end sees it
     float scratch[kScanThreads / 32][kValues * kScratchPitch];                 // a warp's
-    struct Operands { // of a chunk, on sm_80 and newer; sm_70 takes them from where they are
-        unsigned short w[kChunk * kPitch], grown[kChunk * kPitch], keys[kChunk * kPitch], weights[kChunk * kSquarePitch];
-    } operands[kStages];
+    // sm_80 and newer: the chunk's operands; sm_70 takes them from where they are.
+    unsigned short w[kChunk * kPitch], grown[kChunk * kPitch], keys[kChunk * kPitch], weights[kChunk * kSquarePitch];
 };
 
 // The chunks of a lane in order. halves_in, w, grown, u, weights, factors: as above. x and rows: the history moves, too.
@@ -413,18 +410,16 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const auto stage_rows = [&](int chunk) { // what meets the state
         if (kAsync && chunk < chunks) {
             const size_t at = first + chunk * kChunk;
-            auto &to = s.operands[chunk % kStages];
-            stage<kHead, kScanThreads>(to.w, kPitch, w + at * kHead, kHead);
-            stage<kHead, kScanThreads>(to.grown, kPitch, grown + at * kHead, kHead);
+            stage<kHead, kScanThreads>(s.w, kPitch, w + at * kHead, kHead);
+            stage<kHead, kScanThreads>(s.grown, kPitch, grown + at * kHead, kHead);
         }
         copies_end();
     };
     const auto stage_rest = [&](int chunk) { // what meets the updates
         if (kAsync && chunk < chunks) {
             const size_t at = first + chunk * kChunk;
-            auto &to = s.operands[chunk % kStages];
-            stage<kHead, kScanThreads>(to.keys, kPitch, keys + static_cast<size_t>(chunk) * kChunk * channels, channels);
-            stage<kChunk, kScanThreads>(to.weights, kSquarePitch, weights + at * kChunk, kChunk);
+            stage<kHead, kScanThreads>(s.keys, kPitch, keys + static_cast<size_t>(chunk) * kChunk * channels, channels);
+            stage<kChunk, kScanThreads>(s.weights, kSquarePitch, weights + at * kChunk, kChunk);
         }
         copies_end();
     };
@@ -444,9 +439,6 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         }
     };
     stage_rows(0);
-    if (kStages == 2) {
-        stage_rest(0);
-    }
     load(0);
 
     float *place = state + ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_value) * kHead + column;
@@ -473,26 +465,19 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     publish();
     copies_wait();
     __syncthreads();
-    if (kStages == 1) {
-        stage_rest(0);
-    }
+    stage_rest(0);
 
-    // With two stages a chunk's operands come while the one before is at work; with one, as soon as their place is free.
+    // A chunk's operands are asked for as soon as their place is free.
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const size_t at = first + chunk * kChunk + own; // this warp's first row
-        const auto &operands = s.operands[chunk % kStages];
-        if (kStages == 2) {
-            stage_rows(chunk + 1);
-            stage_rest(chunk + 1);
-        }
         SumTile meant = {}, answer = {}; // W S^T, and the outputs
 #pragma unroll
         for (int k = 0; k < kHead / kTile; ++k) {
             HalfTile a, q;
             if (kAsync) {
-                a = left_tile<From::kShared, Order::kRows>(operands.w + own * kPitch + k * kTile, kPitch);
-                q = left_tile<From::kShared, Order::kRows>(operands.grown + own * kPitch + k * kTile, kPitch);
+                a = left_tile<From::kShared, Order::kRows>(s.w + own * kPitch + k * kTile, kPitch);
+                q = left_tile<From::kShared, Order::kRows>(s.grown + own * kPitch + k * kTile, kPitch);
             } else {
                 a = left_tile<From::kGlobal, Order::kRows>(w + at * kHead + k * kTile, kHead);
                 q = left_tile<From::kGlobal, Order::kRows>(grown + at * kHead + k * kTile, kHead);
@@ -514,13 +499,9 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
             *reinterpret_cast<uint2 *>(s.decayed + to) = uint2{halves(d.x, d.y), halves(d.z, d.w)};
         }
         const float grows = growth;
-        if (kStages == 1) {
-            copies_wait();
-        }
+        copies_wait();
         __syncthreads();
-        if (kStages == 1) {
-            stage_rows(chunk + 1);
-        }
+        stage_rows(chunk + 1);
         load(chunk + 1);
 
 #pragma unroll
@@ -531,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         for (int k = 0; k < kChunk / kTile; ++k) {
             HalfTile b;
             if (kAsync) {
-                b = right_tile<From::kShared, Order::kRows>(operands.keys + k * kTile * kPitch + column, kPitch);
+                b = right_tile<From::kShared, Order::kRows>(s.keys + k * kTile * kPitch + column, kPitch);
             } else {
                 const size_t key_row = static_cast<size_t>(chunk * kChunk + k * kTile);
                 b = right_tile<From::kGlobal, Order::kRows>(keys + key_row * channels + column, channels);
@@ -548,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
             if (k <= part) {
                 HalfTile a;
                 if (kAsync) {
-                    a = left_tile<From::kShared, Order::kRows>(operands.weights + own * kSquarePitch + k * kTile, kSquarePitch);
+                    a = left_tile<From::kShared, Order::kRows>(s.weights + own * kSquarePitch + k * kTile, kSquarePitch);
                 } else {
                     a = left_tile<From::kGlobal, Order::kRows>(weights + at * kChunk + k * kTile, kChunk);
                 }
@@ -575,9 +556,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         publish();
         copies_wait();
         __syncthreads();
-        if (kStages == 1) {
-            stage_rest(chunk + 1);
-        }
+        stage_rest(chunk + 1);
     }
 #pragma unroll
     for (int m = 0; m < kValueTiles; ++m) {

@@ -27,6 +27,7 @@ from .shared import SharedFile
 TRUSTED, DISTRUSTED = "trusted", "distrusted"  # switches of the probe
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 5.0
+_ALONE_SECONDS = 15.0  # a twin may go on alone
 _KEPT = 2000  # characters of a child's last words
 
 
@@ -91,8 +92,9 @@ def _listen(children: list[subprocess.Popen[bytes]], end: float) -> tuple[list[t
             for key, _ in selector.select(max(0.0, end - time.monotonic())):
                 if data := os.read(key.fd, 1 << 16):
                     buffers[key.fd] += data
-                else:
+                else:  # it has ended, or is about to: what is left for the other to do is little, or waits for it
                     selector.unregister(key.fileobj)
+                    end = min(end, time.monotonic() + _ALONE_SECONDS)
     ended = []
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,18 +1,15 @@
 """The CUDA executor on a card: a random model of real head sizes in the real encodings, and thousands of tokens."""
 
-import os
 import random
 import time
 
 import pytest
 import torch
 
-from duovolt.kernels.mailbox import Link, new_state
 from duovolt.kernels.module import PORTABLE, forced_arch
 from duovolt.runtime.messages import SamplingParams
-from duovolt.runtime.parallel.links import MailboxDevice
 
-from ..support.cuda_models import MID, TEXT, Encoded, cuda_engine, cut_weights, mixture, reference_engine
+from ..support.cuda_models import MID, TEXT, Encoded, cuda_engine, mixture, reference_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PROMPT = [(17 * n * n + 5) % 4000 for n in range(200)]
@@ -127,45 +124,3 @@ def test_the_device_hardly_waits_for_the_host(tools, mid):
     torch.cuda.synchronize()
     print(f"{(time.perf_counter() - start) * 10:.3f} ms a round")
     assert len(engine.executor._graphs) > 0 and engine.executor.facts["graphs"] == "on"
-
-
-def twin_links(words: int = 1 << 16) -> list[MailboxDevice]:
-    """Both ends of a mailbox on one card: each rank's inbox is the other's outbox."""
-    device = torch.device("cuda", 0)
-    boxes = [torch.zeros(2 * words, dtype=torch.int64, device=device) for _ in range(2)]
-    links = []
-    for rank in range(2):
-        state, expired = new_state(device), torch.zeros(1, dtype=torch.int32).pin_memory()
-        addresses = (boxes[rank].data_ptr(), boxes[1 - rank].data_ptr())
-        links.append(MailboxDevice("ipc", Link(*addresses, state, expired, 20.0, words, rank, False), [boxes]))
-    torch.cuda.synchronize()
-    return links
-
-
-# A kernel that waits for the other rank's keeps the driver from loading code late: both are on one card here.
-@pytest.mark.skipif(os.environ.get("CUDA_MODULE_LOADING") != "EAGER", reason="needs CUDA_MODULE_LOADING=EAGER")
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_two_ranks_on_one_card_give_one_answer(tools, graphs):
-    """Each rank in a thread with its own stream; their kernels meet in the mailbox, in replayed graphs, too."""
-    source = Encoded(tools.source(seed=5, **TEXT)).source
-    wishes = SamplingParams(temperature=0.9, top_k=12, seed=4)
-    asks = [tools.request(4, [5, 77, 3, 150], 150), tools.request(9, [9, 9, 42, 101, 7], 150, sampling=wishes)]
-    whole = tools.drive(cuda_engine(cut_weights(source, "cuda"), drafts=2, lanes=2), *asks)  # and loads every kernel
-    links = twin_links()
-    shares = [cut_weights(tools.cut(source, 2, rank), "cuda") for rank in range(2)]
-    torch.cuda.synchronize()
-
-    def work(collective):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            engine = cuda_engine(shares[collective.rank], links[collective.rank], drafts=2, lanes=2, graphs=graphs)
-            collective.all_reduce(torch.zeros(1))  # both are there before either waits on the card
-            run = tools.drive(engine, *asks)
-            torch.cuda.current_stream().synchronize()
-            return run, engine.executor.facts["graphs"], len(engine.executor._graphs)
-
-    (first, on, captured), (second, _, _) = tools.ranks(2, work)
-    assert first.tokens == second.tokens and first.records == second.records
-    assert on == ("on" if graphs else "off") and (captured >= 3) == graphs
-    agreed = sum(a == b for a, b in zip(first.tokens[4], whole.tokens[4], strict=True))
-    print(f"{agreed} of 150 tokens as one rank has them")
-    assert first.tokens[4][:5] == whole.tokens[4][:5]

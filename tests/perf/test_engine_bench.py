@@ -14,6 +14,7 @@ from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
 from duovolt.perf.curve import READ, Point, Series
 from duovolt.perf.engine import Alone, Bench, breakdown, family_of, floor_of, prompt_operations
+from duovolt.perf.forecast_file import read_measured
 from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.random_weights import random_weights
 from duovolt.perf.shapes import configuration
@@ -104,6 +105,24 @@ def test_the_operations_of_a_prompt() -> None:
     square = 2 * 17 * 24 * 256 * 8192**2
     assert prompt_operations(whole, 8192) == pytest.approx(2 * 8192 * layers + square, rel=1e-9)
     assert prompt_operations(half, 8192) == pytest.approx(prompt_operations(whole, 8192) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_the_command_runs_through_on_the_references(
+    tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option and every line but the figures of a card; what it writes is what `predict --check` reads."""
+    where = tmp_path / "engine.json"
+    line = (
+        f"bench engine --devices cpu --config tiny --layers 4 --tp {tp} --contexts 128 --lanes 1 --drafts 2 --rounds 10 "
+        f"--prefill 70 --chunk 64 --draft-rows 512 --draft-window 64 --json {where}"
+    )
+    assert main(line.split()) == 0
+    out = capsys.readouterr().out
+    assert "first token after      70" in out and out.count(" ms (") == 1 and "floor" not in out
+    measured = read_measured(where)
+    assert [(row.context, row.lanes, row.drafts, row.tp) for row in measured.rounds] == [(128, 1, 2, int(tp))]
+    assert json.loads(where.read_text())["memory"]["used"] is None
 
 
 def test_the_second_rank_is_told_to_measure_the_same() -> None:

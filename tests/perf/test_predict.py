@@ -80,12 +80,22 @@ def test_a_launch_costs_a_constant_and_its_bytes() -> None:
     h200 = load_card("h200")
     nvfp4 = a_launch(50e6, encodings=("nvfp4",), tokens=4, kernel="swiglu")
     assert h200.seconds(nvfp4) == pytest.approx(50e6 / 3820e9 / 0.54, rel=0.01)
-    assert h200.seconds(a_launch(1e9, "attention_int8", "attention", tokens=3)) == pytest.approx(
-        1e9 / 4515e9 / 0.53, rel=0.01
-    )
-    assert h200.seconds(a_launch(100, "rms_norm", "small")) == pytest.approx(2.9e-6)
+    for form, share in {"24/4": 0.45, "16/4": 0.55, "12/2": 0.45}.items():  # by rows of queries a kv head
+        attention = a_launch(1e9, "attention_int8", "attention", tokens=4, form=form)
+        assert h200.seconds(attention) == pytest.approx(1e9 / 4515e9 / share, rel=0.01)
+    assert h200.seconds(a_launch(100, "rms_norm", "small")) == pytest.approx(2.4e-6)
     slower = h200.with_shares({"swiglu.nvfp4": {1: 0.27}})
     assert slower.seconds(nvfp4) == pytest.approx(2 * h200.seconds(nvfp4))
+
+
+def test_gaps_are_counted_between_kernels_and_not_between_messages() -> None:
+    ledger = ledger_of(sheet_at("qwen3.8-27b", 2, None), Shape(8192, 3))
+    kernels = sum(launch.family != "collective" for launch in ledger.launches)
+    found = forecast(ledger, load_card("h200"), Setting(link="nvlink", host_us=100))
+    assert found.families["gaps"][2] == pytest.approx(0.41e-6 * kernels) and found.families["host"][2] == pytest.approx(
+        1e-4
+    )
+    assert "gaps" not in forecast(ledger, load_card("v100-877"), Setting(link="nvlink")).families
 
 
 def test_messages_follow_their_points() -> None:

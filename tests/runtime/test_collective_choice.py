@@ -15,7 +15,7 @@ import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.kernels import norm
-from duovolt.runtime.parallel import choice, nccl, trial
+from duovolt.runtime.parallel import choice, nccl, trial, twins
 from duovolt.runtime.parallel.choice import Choice, Verdict, choose
 from duovolt.runtime.parallel.device import CollectiveFault, CpuDeviceCollective
 from duovolt.runtime.parallel.faults import MAILBOX_DOOR
@@ -306,6 +306,8 @@ def main(twin):
     print("a library's own words")
     if twin.arguments[0] == "hang" and twin.rank == 1:
         time.sleep(600)
+    if twin.arguments[0] == "die" and twin.rank == 1:
+        time.sleep(600)
     if twin.arguments[0] == "die" and twin.rank == 0:
         sys.exit("last words")
 sys.exit(be_twin(main, 20))
@@ -336,9 +338,14 @@ def test_a_twin_that_hangs_is_stopped_and_what_it_said_is_kept(twin_module: str)
     assert first.exit_code == 0 and second.exit_code is None and second.lines[0]["met"] == 0
 
 
-def test_a_twin_that_dies_leaves_its_last_words(twin_module: str) -> None:
-    first, _ = run_twins(twin_module, ["0", "1"], ["die"], 30)
-    assert first.exit_code == 1 and first.errors == "last words"
+def test_a_twin_that_dies_leaves_its_last_words_and_its_twin_does_not_wait_long(
+    twin_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "_ALONE_SECONDS", 0.5)
+    begin = time.monotonic()
+    first, second = run_twins(twin_module, ["0", "1"], ["die"], 120)
+    assert time.monotonic() - begin < 60
+    assert first.exit_code == 1 and first.errors == "last words" and second.exit_code is None
 
 
 @pytest.mark.slow

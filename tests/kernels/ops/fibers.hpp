@@ -77,7 +77,6 @@ template <class T> T read(const T *address) {
 template <class T> T stream(const T *address) { return read(address); }
 template <class T> T __ldg(const T *address) { return read(address); }
 template <class T> T __ldcs(const T *address) { return read(address); }
-inline void prefetch(const void *address) { stray += !inside(address, 1); }
 template <class T> void write(T *address, T value) {
     if (inside(address, sizeof(T))) {
         *address = value;

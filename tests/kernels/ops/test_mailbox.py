@@ -79,7 +79,7 @@ class Pair:
 def pair(device, emulated, monkeypatch, tmp_path) -> Callable[..., Pair]:
     if device.type == "cpu":  # an emulator keeps the state of its threads in variables of the library: one a rank
         first = emulated(mailbox.SOURCE, "volta")
-        second = Emulated(ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")))
+        second = Emulated(ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")), first.arch)
         monkeypatch.setattr(checks, "module_on", lambda source, device: (first, second)[_rank.number])
     else:
         mailbox.prepare(device)

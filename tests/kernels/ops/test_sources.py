@@ -7,7 +7,7 @@ import pytest
 
 from duovolt.checkpoint.errors import EnvironmentFault
 from duovolt.kernels import build as builder
-from duovolt.kernels import linear, ops
+from duovolt.kernels import delta_chunks, linear, ops
 from duovolt.kernels.ops import cuda_ops
 
 from .support import FORBIDDEN
@@ -40,7 +40,7 @@ def test_ptx_is_for_sm_70_and_holds_nothing_that_volta_lacks(source):
 
 def test_a_rank_prepares_every_operation():
     """What an operation launches is among the sources that are loaded before the ranks meet."""
-    modules = {sys.modules[function.__module__] for function in vars(cuda_ops).values()}
+    modules = {sys.modules[function.__module__] for function in vars(cuda_ops).values()} | {delta_chunks}
     named = {
         value
         for module in modules

@@ -154,9 +154,12 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the outcomes there")
+    parser.add_argument(
+        "--add", type=Path, action="append", default=[], help="count the outcomes of an earlier --json too"
+    )
     args = parser.parse_args()
     random.seed(args.seed)
-    report: list[dict[str, object]] = []
+    report: list[dict[str, object]] = [entry for file in args.add for entry in json.loads(file.read_bytes())]
     for backend in args.backend or ["scripted", "reference"]:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             if backend == "scripted":

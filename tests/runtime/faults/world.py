@@ -96,7 +96,9 @@ def real_world(
         with server.wait_ready().client(120) as client:
             texts = []
             for body in (world.body(stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
-                texts.append(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
+                reply = client.post("/v1/completions", json=body)
+                assert reply.status_code == 200, f"the plain answer failed: {reply.text}\n{server.log}"
+                texts.append(reply.json()["choices"][0]["text"])
             world.expected, world.expected_of_long = texts
     finally:
         server.kill()
