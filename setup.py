@@ -33,6 +33,7 @@ setup(
         "duovolt.kernels": ["csrc/*.cu", "csrc/*.cuh"],
         "duovolt.convert": ["recipes/*.toml"],
         "duovolt.perf": ["cards/*.toml", "known_answers.json"],
+        "duovolt.perf.graded": ["items.jsonl"],
         "duovolt.runtime.proxy.page": ["*.html", "*.css", "*.js", "*.svg"],
         "duovolt.tiny": ["checkpoint/*", "*.txt", "README.md"],
     },

@@ -1,4 +1,4 @@
-"""`duovolt eval DIR`."""
+"""`duovolt eval`: directories here; a running server and two results in eval_server."""
 
 import argparse
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint.errors import InputError
 from ..perf.divergence import Predictor
 from ..perf.quality import Protocol, Quality, measure
+from .eval_server import WEB, add_server, run_compare, run_server
 from .progress import byte_bar
 
 EXAMPLE = """example:
@@ -19,14 +20,22 @@ EXAMPLE = """example:
 Several directories are measured in one run, so that a recipe can be compared with its source; --against also gives the
 divergence of each from a reference's predictions, token by token on the same text:
   duovolt eval source converted
-  duovolt eval converted --against source"""
+  duovolt eval converted --against source
+
+A running server, ours or another: held-out text through completions with echo and logprobs, and graded questions (choices,
+code run in a sandbox, needles in long texts) through its chat, greedily. docs/eval.md says how each is graded:
+  duovolt eval --url http://127.0.0.1:8000 --out now.json
+  duovolt eval --url http://127.0.0.1:8000 --what text --against http://127.0.0.1:8001
+  duovolt eval --compare before.json now.json"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="source, converted or rank-0-of-1")
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="source, converted or rank-0-of-1")
     parser.add_argument(
-        "--against", type=Path, metavar="DIR", help="also the KL divergence from this directory's predictions"
+        "--against",
+        metavar="DIR",
+        help="also the KL divergence from this directory's predictions (with --url: or server's)",
     )
     parser.add_argument("--text", type=Path, help="held-out text (default: the bundled one, Python documentation)")
     parser.add_argument("--words", type=Path, help="known words, one a line (default: the bundled list)")
@@ -34,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         name = "--" + field.name.replace("_", "-")
         parser.add_argument(name, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
     parser.add_argument("--json", action="store_true", help="machine-readable")
+    add_server(parser)
 
 
 def _text(path: Path | None, bundled: str) -> str:
@@ -67,13 +77,21 @@ def comparison(name: str, quality: Quality, first_name: str, first: Quality) -> 
 
 
 def run(args: argparse.Namespace) -> int:
+    if sum((bool(args.directories), args.url is not None, args.compare is not None)) != 1:
+        raise InputError("eval needs one of: directories, --url of a running server, --compare of two results.")
+    if args.compare is not None:
+        return run_compare(args)
     text = _text(args.text, "heldout.txt")
     words = set(_text(args.words, "words.txt").split())
     protocol = Protocol(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Protocol)})
     if bad := [name for name, value in dataclasses.asdict(protocol).items() if value < (0 if name == "drafts" else 1)]:
         raise InputError(f"--{bad[0].replace('_', '-')}: at least 1.")
+    if args.url is not None:
+        return run_server(args, text)
+    if args.against is not None and args.against.startswith(WEB):
+        raise InputError("--against a server needs --url: a directory is measured against a directory.")
     found: dict[str, dict[str, Any]] = {}
-    against = None if args.against is None else Predictor(args.against, protocol.window)
+    against = None if args.against is None else Predictor(Path(args.against), protocol.window)
     first: tuple[str, Quality] | None = None
     for directory in args.directories:
         total = protocol.score_bytes + protocol.prompts * protocol.continuation

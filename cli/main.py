@@ -27,7 +27,7 @@ COMMANDS = {
     "dequantize": ("dequantize", "a converted directory or its ranks back to a plain checkpoint"),
     "serve": ("serve", "serve ranks over HTTP: one proxy, one process a rank"),
     "chat": ("chat", "talk to a running server"),
-    "eval": ("eval", "quality of a checkpoint: bits per byte, known words, draft acceptance"),
+    "eval": ("eval", "quality of a checkpoint or a running server: text, graded questions; two results compared"),
     "compare": ("compare", "layer by layer: two backends, or one card and two"),
     "ledger": ("ledger", "bytes of a decode round, from headers alone"),
     "predict": ("predict", "tokens a second of a card, a model and a depth, from bytes and bandwidth"),

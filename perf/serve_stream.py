@@ -17,6 +17,8 @@ from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError, one_l
 CONNECT_SECONDS = 10.0
 _SHOWN = 200
 _LONGEST_LINE = 16 << 20  # bytes of an event
+_LONGEST_ANSWER = 256 << 20  # bytes of an answer that is not streamed
+_LONGEST_SECONDS = 7200.0
 
 
 class _Delta(msgspec.Struct):
@@ -100,6 +102,27 @@ class Endpoint:
             raise EnvironmentFault(f"no server at {self.url} ({one_line(error)}).") from None
         except (httpx.HTTPError, ValueError):
             return None
+
+    def ask(self, path: str, body: dict[str, Any]) -> bytes:
+        """The body of an answer that is not streamed.
+
+        Raises InputError if it is refused, CheckFailed if it is broken off or without end, EnvironmentFault.
+        """
+        begun = time.monotonic()
+        try:
+            with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    raise _refusal(response)
+                found = bytearray()
+                for piece in response.iter_bytes():
+                    found += piece
+                    if len(found) > _LONGEST_ANSWER or time.monotonic() - begun > _LONGEST_SECONDS:
+                        raise CheckFailed(f"the server's answer to {path} has no end.")
+                return bytes(found)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
+            raise EnvironmentFault(f"no server at {self.url} ({one_line(error)}).") from None
+        except httpx.HTTPError as error:
+            raise CheckFailed(f"the server broke the answer off ({one_line(error) or type(error).__name__}).") from None
 
     def stream(self, body: dict[str, Any], seen: Callable[[int], None] = lambda pieces: None) -> Streamed:
         """Ask for an answer and read it to its end; `seen` is told the pieces so far.

@@ -37,6 +37,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel: set[str]) -> None:
 @pytest.mark.parametrize("pattern", [
     "duovolt/kernels/csrc/linear_8.cu",
     "duovolt/convert/recipes/v100.toml",
+    "duovolt/perf/graded/items.jsonl",
     "duovolt/runtime/proxy/page/index.html",
     "duovolt/runtime/proxy/page/main.js",
     "duovolt/runtime/proxy/page/style.css",

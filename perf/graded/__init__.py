@@ -1,0 +1,1 @@
+"""Questions with answers that a program can grade: what ships, how a server is asked, and how two runs compare."""
