@@ -38,7 +38,9 @@ def read_json(path: Path) -> Any:
         with naming(path):
             return container.parse_json(path.read_bytes(), path)
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file.") from None
+        ranks = sorted(path.parent.glob("rank-*-of-*"))
+        hint = f" {path.parent} is a folder of ranks: name one of them, such as {ranks[0]}." if ranks else ""
+        raise InputError(f"{path}: no such file.{hint}") from None
     except IsADirectoryError:
         raise InputError(f"{path}: a directory, where a file was expected.") from None
 

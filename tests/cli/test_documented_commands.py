@@ -1,4 +1,4 @@
-"""Every command that a guide tells its reader to type is one that the program takes."""
+"""Every command that a document tells its reader to type is one that the program takes, and every link leads somewhere."""
 
 import re
 from pathlib import Path
@@ -7,32 +7,49 @@ import pytest
 
 from duovolt.cli.main import COMMANDS, _parser
 
-DOCS = Path(__file__).parents[2] / "docs"
-GUIDES = ("v100.md", "reproduce.md")
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
 FENCE = re.compile(r"^```\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(duovolt [^`]+)`")
+# What a text only mentions may lack what it works on, or have a letter for it: `duovolt ledger`, `--release R`.
+MENTION = re.compile(r"arguments are required|expected (at least )?one argument|invalid choice: '[A-Z]'")
 
 
-def commands(guide: str) -> list[str]:
-    text = (DOCS / guide).read_text(encoding="utf-8")
-    lines = [line for block in FENCE.findall(text) for line in block.splitlines()]
-    told = [line for line in lines if line.startswith("duovolt ")] + INLINE.findall(FENCE.sub("", text))
-    return sorted({re.split(r" {2,}#| > ", line)[0].strip() for line in told})
+def commands(name: str) -> list[str]:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    indented = re.findall(r"^ {4}(duovolt .+)$", FENCE.sub("", text).replace("\\\n", " "), re.M)
+    told = (
+        [line for line in lines if re.match(r"duovolt [a-z]+( |$)", line)]
+        + indented
+        + INLINE.findall(FENCE.sub("", text))
+    )
+    return sorted({re.split(r" +#| > ", line)[0].strip() for line in told} - {"duovolt COMMAND --help"})
 
 
-@pytest.mark.parametrize(("guide", "line"), [(guide, line) for guide in GUIDES for line in commands(guide)])
-def test_a_documented_command_parses(guide, line, capsys):
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name in DOCUMENTS for line in commands(name)])
+def test_a_documented_command_parses(name, line, capsys):
     command, *arguments = line.split()[1:]
     assert command in COMMANDS
     parser, _ = _parser(command)
     try:
         parser.parse_args(arguments)
     except SystemExit as stopped:
-        if stopped.code:  # --help ends with 0
-            pytest.fail(f"docs/{guide}: {line}\n{capsys.readouterr().err}")
+        said = capsys.readouterr().err
+        if stopped.code and not MENTION.search(said):  # --help ends with 0
+            pytest.fail(f"{name}: {line}\n{said}")
 
 
-@pytest.mark.parametrize("guide", GUIDES)
-def test_links_of_a_guide_lead_somewhere(guide):
-    targets = re.findall(r"\]\(([^)#]+)\)", (DOCS / guide).read_text(encoding="utf-8"))
-    assert targets and all((DOCS / target).exists() for target in targets)
+def anchors(document: Path) -> set[str]:
+    """Names of a document's headings, as the forge makes them."""
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", document.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    here = ROOT / name
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", here.read_text(encoding="utf-8")):
+        there = here.parent / target if target else here
+        assert there.exists(), f"{name}: {target}"
+        assert not anchor or anchor in anchors(there), f"{name}: {target}#{anchor}"

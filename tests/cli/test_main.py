@@ -103,6 +103,17 @@ def test_a_failed_proof_stays_one_when_nobody_reads(tmp_path: Path, unbuffered: 
     assert code == 1 and "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("command", ["inspect", "plan", "ledger"])
+def test_a_folder_of_ranks_in_place_of_one_is_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank-{rank}-of-2").mkdir()
+    assert cli.main([command, str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"name one of them, such as {tmp_path}/rank-0-of-2." in said and said.count("\n") == 1
+
+
 def test_a_full_output_device_is_the_environments_fault() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

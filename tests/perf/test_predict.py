@@ -185,6 +185,7 @@ def test_forecasts_on_record_are_compared_with_what_was_measured(
     assert main([*check, "--within", "3", "5"]) == 0
     assert "4 rounds: median error 2.5%, worst 4.0%" in capsys.readouterr().out
     assert main([*check, "--within", "2", "5"]) == 1
+    assert main([*check, "--within", "nan", "nan"]) == 1
     assert "beyond 2.0 and 5.0 %" in capsys.readouterr().err
     assert main([*check, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
