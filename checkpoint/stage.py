@@ -180,12 +180,14 @@ class AtomicFile:
     """A file that appears under its final name only when whole: temporary name, fsync, rename.
 
     The mode follows the umask, or that of the file it replaces. `kept`: what an earlier run left under the temporary name
-    is at hand, its first `left` bytes, and what this one leaves stays there, unless it proves wrong (CheckFailed).
+    is at hand, its first `left` bytes, and what this one leaves stays there if it is `worth_keeping`, unless it proves wrong
+    (CheckFailed).
     """
 
     def __init__(self, path: Path, kept: bool = False) -> None:
         self.path = path
         self.left = 0
+        self.worth_keeping = False
         self._kept = kept
         self._temporary = temporary(path)
 
@@ -235,7 +237,7 @@ class AtomicFile:
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if kind is not None:
             self._file.close()
-            if not self._kept or issubclass(kind, CheckFailed):
+            if not (self._kept and self.worth_keeping) or issubclass(kind, CheckFailed):
                 self._temporary.unlink(missing_ok=True)
             return
         if self.left > self._written:

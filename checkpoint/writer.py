@@ -71,6 +71,7 @@ class ShardWriter:
         same = self.file.left > len(header) and b"".join(self.file.read_left(0, len(header))) == header
         self._proved = self._prefix() if same else 0
         self._wanted = {name: digest for m in self.marks for name, digest in m.tensors.items()} if same else {}
+        self.file.worth_keeping = self.is_resumed
         self._again: xxhash.xxh3_128 | None = None  # of what is offered though it is there
         self._there = 0  # bytes of it
         self._emit(memoryview(header))
@@ -150,6 +151,7 @@ class ShardWriter:
         self.file.write(view)
         if self.mark is not None and self._size - self._marked >= MARK_BYTES:
             self._marked = self._size
+            self.file.worth_keeping = True
             self.mark(self._size, self._whole.hexdigest())
 
     def _skip_empty(self) -> None:
