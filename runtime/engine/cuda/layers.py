@@ -6,6 +6,7 @@ step is computed. In a round every operation gives a row the bits it would get a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 
 import torch
@@ -54,7 +55,7 @@ class Common:
         self.observe: Observe | None = None  # never while a graph is captured
 
 
-class Layers:
+class Layers(ABC):
     """One pass of T rows through layers."""
 
     def __init__(self, common: Common, tokens: int, overflows: Tensor) -> None:
@@ -124,22 +125,25 @@ class Layers:
     positions: Tensor  # int32 [3, T]
     slots: Tensor  # int32 [T]
 
+    @abstractmethod
     def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
-        raise NotImplementedError
+        """x fp16 [T, K] times each weight, into float32 [T, N]."""
 
+    @abstractmethod
     def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
         """Add x times a weight, summed over the ranks, to the residual; or give what `norm` is to add."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
         """silu(gate) * up in fp16."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(self, query: Tensor, cache: KVCache, gate: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Attention of each row over its lane's positions, times sigmoid(gate): fp16."""
 
+    @abstractmethod
     def recur(self, weights: CudaDelta, index: int, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The gated delta rule of layer `index` among its kind: float32 [T, value heads, 128]."""
 
 
 class RowLayers(Layers):
