@@ -319,12 +319,10 @@ class StageDirectory:
         return self
 
     def _open(self) -> None:
-        try:
-            self._read_journal()
-        finally:
-            wanted = {temporary(self.path / name) for name in self._marks}
-            for leftover in set(self.path.glob(f".*{TEMPORARY}")) - wanted:
-                leftover.unlink()
+        self._read_journal()  # refuses what is not this run's, and then nothing may be lost
+        wanted = {temporary(self.path / name) for name in self._marks}
+        for leftover in set(self.path.glob(f".*{TEMPORARY}")) - wanted:
+            leftover.unlink()
 
     def _read_journal(self) -> None:
         journal = self.path / JOURNAL

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from duovolt.checkpoint import stage as stage_module
 from duovolt.checkpoint import writer as writer_module
-from duovolt.checkpoint.errors import CheckFailed
+from duovolt.checkpoint.errors import CheckFailed, InputError
 from duovolt.checkpoint.stage import AtomicFile, Mark, StageDirectory, temporary
 from duovolt.checkpoint.writer import Planned, ShardWriter
 
@@ -109,6 +109,18 @@ def test_an_input_that_changed_inside_a_tensor_is_found(tmp_path: Path) -> None:
     assert not temporary(tmp_path / "out" / NAME).exists()
     write(tmp_path / "out", DATA)
     assert (tmp_path / "out" / NAME).read_bytes() == whole(tmp_path / "whole")
+
+
+def test_a_refused_run_leaves_the_other_ones_work(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        write(tmp_path / "out", DATA, 45_000)
+    left = temporary(tmp_path / "out" / NAME).read_bytes()
+    with (
+        pytest.raises(InputError, match="interrupted run of something else"),
+        StageDirectory(tmp_path / "out", "other"),
+    ):
+        pass
+    assert temporary(tmp_path / "out" / NAME).read_bytes() == left
 
 
 def test_a_leftover_without_a_mark_goes(tmp_path: Path) -> None:
