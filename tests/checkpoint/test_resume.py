@@ -98,6 +98,22 @@ def test_what_a_mark_does_not_prove_is_written_anew(tmp_path: Path, at: int) -> 
     assert (tmp_path / "out" / NAME).read_bytes() == expected
 
 
+def test_a_half_file_that_cannot_be_read_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Stop):
+        write(tmp_path / "out", DATA, 45_000)
+    preadv = os.preadv
+
+    def broken(descriptor: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if offset + len(buffers[0]) > 30_000:
+            raise OSError(5, "Input/output error")
+        return preadv(descriptor, buffers, offset, *flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        write(tmp_path / "out", DATA)
+    assert (tmp_path / "out" / NAME).read_bytes() == whole(tmp_path / "whole")
+
+
 def test_an_input_that_changed_inside_a_tensor_is_found(tmp_path: Path) -> None:
     """The first run saw other bytes: its part of the tensor is compared, refused, and not kept."""
     other = DATA | {"t2": DATA["t2"].copy()}
