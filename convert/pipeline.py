@@ -40,7 +40,7 @@ from .facts import load_facts, save_facts, source_fingerprint
 from .plan import ConversionPlan, PlannedPart, plan_conversion, tensor_records
 from .quantisers import QUANTISERS, Quantiser
 from .quantisers.encoders import Encoder, choose_encoder
-from .quantisers.flushed import Flushed
+from .quantisers.flushed import Flushed, noted
 from .recipe import Recipe
 from .repack import repacked
 from .source import MTP, Advance, Source, SourceFacts, require_unchanged, row_band, scan
@@ -161,7 +161,7 @@ class _Converter:
             stage.mark(name, written, digest, flushed())
 
         for earlier in stage.marks(name):
-            self.flushed |= {n: Flushed(**found) for n, found in earlier.note.get("flushed", {}).items()}
+            self.flushed |= noted(earlier.note)
         with (
             stage.create(name, kept=True) as handle,
             SpooledTemporaryFile(SPOOL_BYTES, dir=str(stage.path)) as spool,
@@ -393,7 +393,7 @@ def convert(
                 note = stage.resume(name)
                 if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:
                     digests |= note["digests"]
-                    converter.flushed |= {n: Flushed(**found) for n, found in note.get("flushed", {}).items()}
+                    converter.flushed |= noted(note)
                     origins = {part.origin.name: part.origin for part in (plan.parts[t.name] for t in tensors)}
                     advance(sum(entry.nbytes for entry in origins.values()))
                 else:

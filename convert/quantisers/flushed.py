@@ -4,7 +4,9 @@ Counted in stored words, eight bytes at a time; layouts do not matter to a count
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from ...checkpoint.encodings import words_of
@@ -29,6 +31,14 @@ class Flushed:
     def share(self) -> float:
         """Lost of the non-zero ones, 0 to 1."""
         return self.lost / self.nonzero if self.nonzero else 0.0
+
+
+def noted(note: dict[str, Any]) -> dict[str, Flushed]:
+    """What a journal's note says under `flushed`, by weight; nothing if it is not of that form: it is only reported."""
+    try:
+        return msgspec.convert(note.get("flushed", {}), dict[str, Flushed])
+    except msgspec.ValidationError:
+        return {}
 
 
 def nonzero_codes(words: np.ndarray, encoding: str) -> int:

@@ -15,7 +15,7 @@ from duovolt.cli.main import main
 from duovolt.convert.pipeline import ConversionReport, convert
 from duovolt.convert.quantisers import QUANTISERS, compiled
 from duovolt.convert.quantisers.bands import BandEncoder
-from duovolt.convert.quantisers.flushed import Flushed, nonzero_codes
+from duovolt.convert.quantisers.flushed import Flushed, nonzero_codes, noted
 from duovolt.convert.recipe import load_recipe
 from duovolt.verify.proofs import verify
 
@@ -151,3 +151,22 @@ def test_zeros_are_not_lost() -> None:
             == 0
         )
     assert Flushed("nvfp4", 0, 0).share == 0 and fp8.to_e4m3(zeros).max() == 0
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        {},
+        {"flushed": 3},
+        {"flushed": {"w": {"nonzero": 1}}},
+        {"flushed": {"w": ["nvfp4", 1, 1]}},
+        {"flushed": {"w": None}},
+    ],
+)
+def test_a_note_of_another_form_counts_nothing(note: dict[str, object]) -> None:
+    """Notes come from a journal on disk."""
+    assert noted(note) == {}
+
+
+def test_a_note_is_what_was_counted() -> None:
+    assert noted({"flushed": {"w": {"encoding": "nvfp4", "nonzero": 4, "lost": 1}}}) == {"w": Flushed("nvfp4", 4, 1)}
