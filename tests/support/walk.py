@@ -95,9 +95,11 @@ def _run(job: dict) -> dict[str, dict]:
 
 def _import_stages() -> None:
     """Before the forks, once for all children."""
+    from duovolt.checkpoint import writer
     from duovolt.cli import convert, dequantize, download, repair, shard, verify
 
     assert all((convert, dequantize, download, repair, shard, verify))
+    writer.MARK_BYTES = 10_000  # the files here are small: a few marks in each, as in large ones
 
 
 if __name__ == "__main__":
