@@ -24,6 +24,7 @@ template <int kPiece> __device__ __forceinline__ int value_index(int position, i
 // Positions are cut into segments at fixed places, shorter ones near the start, where there would be too few blocks. So a
 // token's segments depend on its position alone.
 constexpr int kSecondTier = 2048, kThirdTier = 8192;
+constexpr int kSegmentPages = 8; // of the longest
 
 __device__ __forceinline__ int segment_of(int position) {
     return position < kSecondTier  ? position / 128
