@@ -24,7 +24,7 @@ MAX_SEGMENTS = 2560
 _MERGE_THREADS = 512
 _TILE_ROWS = 8  # query rows of a tensor-core product
 _ROW_BYTES = 2 * (DIM + 8)  # of shared memory: queries, and on sm_70 the weights of two pages
-_WEIGHT_BYTES = 2 * (PAGE + 8) + 4 * 4  # of a row on newer cards: the weights of a page, and the peaks of four warps
+_WEIGHT_BYTES = 2 * (PAGE + 8) + 4 * 4 + 4 * 4  # of a row on newer cards: a page's weights, four peaks, four offsets
 _MAX_TILES = 5
 
 

@@ -16,6 +16,7 @@ constexpr int kMaxSegments = 2560;
 constexpr int kMergeWays = 64;          // segments merged side by side
 constexpr int kMergeColumns = kDim / 4; // dimensions a block
 constexpr int kMergeOwn = 8;            // dimensions a thread
+constexpr int kMergeAhead = 6;          // segments of a way that are asked for first
 constexpr int kMergeThreads = kMergeWays * kMergeColumns / kMergeOwn;
 
 // out: fp16 [rows, q_heads * 256] = attended, times sigmoid(gate) if gate is not null: element d of head h of row t at
@@ -26,18 +27,38 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
                     const float *gate, int gate_stride, int gate_head_stride, unsigned short *out) {
     __shared__ float factors[kMaxSegments];
     __shared__ float scratch[kMergeThreads / 32];
-    __shared__ float parts[kMergeWays][kMergeColumns + 4];
+    __shared__ float parts[kMergeThreads / 32][kMergeColumns + 4];
     const int q_heads = gridDim.y, head = blockIdx.y, row = blockIdx.z;
+    const int way = threadIdx.x / (kMergeColumns / kMergeOwn), eight = threadIdx.x % (kMergeColumns / kMergeOwn);
+    const size_t index = static_cast<size_t>(row) * q_heads + head;
+    const float2 *own = stats + index * max_segments;
+    const uint4 *from = reinterpret_cast<const uint4 *>(partial + index * max_segments * kDim) +
+                        blockIdx.x * (kMergeColumns / kMergeOwn) + eight;
     const int position = read(positions + row);
+    const int dim = blockIdx.x * kMergeColumns + threadIdx.x;
+    float opening = 0;
+    if (gate && threadIdx.x < kMergeColumns) {
+        opening = read(gate + static_cast<size_t>(row) * gate_stride + head * gate_head_stride + dim);
+    }
     if (position < 0) {
         return;
     }
     const int segments = min(segment_of(position) + 1, max_segments);
-    const size_t index = static_cast<size_t>(row) * q_heads + head;
-    const float2 *own = stats + index * max_segments;
+    // The first results are asked for before their factors are known: one wait for memory less.
+    float2 stat = {kNothing, 0};
+    if (threadIdx.x < segments) {
+        stat = read(own + threadIdx.x);
+    }
+    uint4 ahead[kMergeAhead] = {};
+#pragma unroll
+    for (int i = 0; i < kMergeAhead; ++i) {
+        if (way + i * kMergeWays < segments) {
+            ahead[i] = read(from + (way + i * kMergeWays) * (kDim / kMergeOwn));
+        }
+    }
 
-    float peak = kNothing;
-    for (int segment = threadIdx.x; segment < segments; segment += kMergeThreads) {
+    float peak = stat.x;
+    for (int segment = threadIdx.x + kMergeThreads; segment < segments; segment += kMergeThreads) {
         peak = fmaxf(peak, read(own + segment).x);
     }
     peak = warp_max(peak);
@@ -51,30 +72,38 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     }
     float mass = 0;
     for (int segment = threadIdx.x; segment < segments; segment += kMergeThreads) {
-        const float2 s = read(own + segment);
+        const float2 s = segment == threadIdx.x ? stat : read(own + segment);
         const float share = exp2f(s.x - peak) * s.y;
         factors[segment] = share;
         mass += share;
     }
     const float inverse = 1.0f / block_sum(mass, scratch); // its barriers make the factors known, too
 
-    const int way = threadIdx.x / (kMergeColumns / kMergeOwn), eight = threadIdx.x % (kMergeColumns / kMergeOwn);
-    const uint4 *from = reinterpret_cast<const uint4 *>(partial + index * max_segments * kDim) +
-                        blockIdx.x * (kMergeColumns / kMergeOwn) + eight;
     float total[kMergeOwn] = {};
-#pragma unroll 8
-    for (int segment = way; segment < segments; segment += kMergeWays) {
-        const uint4 v = read(from + segment * (kDim / kMergeOwn));
-        const float f = factors[segment];
+    const auto add = [&](const uint4 &v, float f) {
         const unsigned pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int i = 0; i < kMergeOwn; ++i) {
             total[i] += f * half_value(pairs[i / 2] >> 16 * (i % 2) & 0xFFFF);
         }
+    };
+#pragma unroll
+    for (int i = 0; i < kMergeAhead; ++i) {
+        if (way + i * kMergeWays < segments) {
+            add(ahead[i], factors[way + i * kMergeWays]);
+        }
+    }
+#pragma unroll 4
+    for (int segment = way + kMergeAhead * kMergeWays; segment < segments; segment += kMergeWays) {
+        add(read(from + segment * (kDim / kMergeOwn)), factors[segment]);
     }
 #pragma unroll
-    for (int i = 0; i < kMergeOwn; ++i) {
-        parts[way][eight * kMergeOwn + i] = total[i];
+    for (int i = 0; i < kMergeOwn; ++i) { // the four ways of a warp, then the warps
+        total[i] += __shfl_xor_sync(kAll, total[i], 8);
+        total[i] += __shfl_xor_sync(kAll, total[i], 16);
+        if (threadIdx.x % 32 < kMergeColumns / kMergeOwn) {
+            parts[threadIdx.x / 32][eight * kMergeOwn + i] = total[i];
+        }
     }
     __syncthreads();
     if (threadIdx.x >= kMergeColumns) {
@@ -82,13 +111,12 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     }
     float result = parts[0][threadIdx.x];
 #pragma unroll
-    for (int other = 1; other < kMergeWays; ++other) {
+    for (int other = 1; other < kMergeThreads / 32; ++other) {
         result += parts[other][threadIdx.x];
     }
     result *= inverse;
-    const int dim = blockIdx.x * kMergeColumns + threadIdx.x;
     if (gate) {
-        result *= sigmoid(read(gate + static_cast<size_t>(row) * gate_stride + head * gate_head_stride + dim));
+        result *= sigmoid(opening);
     }
     int overflowed = 0; // an average of fp16 values, times a gate below one, fits
     write(out + index * kDim + dim, static_cast<unsigned short>(half_bits(staged(result, overflowed))));

@@ -13,7 +13,7 @@ constexpr int kOwnPositions = kPage / kDecodeWarps; // that a warp scores
 constexpr int kWeightHalves = kPage + 8;            // of a row of weights: rows begin 4 banks apart
 constexpr float kWeightLog = 6.0f;                  // weights are times 2^6, to stay clear of subnormals after their scales
 template <class Cache, int kTiles> // a multiprocessor should hold
-constexpr int kDecodeBlocks = Cache::kScaled ? (kTiles > 3 ? 2 : 4) : kTiles > 1 ? 2 : 3;
+constexpr int kDecodeBlocks = Cache::kScaled ? (kTiles > 3 ? 2 : 3) : kTiles > 1 ? 2 : 3;
 
 template <class Cache, int kTiles> struct AmpereWalk {
     static constexpr int kRows = kTiles * kTileRows;
@@ -26,6 +26,7 @@ template <class Cache, int kTiles> struct AmpereWalk {
     unsigned short *turned;                // [block][position], scales of the page's values
     unsigned short *queries, *weights;     // rows of kRowHalves, rows of kWeightHalves
     float *peaks;                          // [pair of rows][warp][2]
+    float *offsets;                        // [block][row], what a word's offset adds to a score, with its sign turned
     int warp, g, q;                        // the lane is 4 g + q
     float total[kTiles][4];                // scores: [0], [1] of position 2 g and rows 2 q, 2 q + 1; [2], [3] of 2 g + 1
     float sum[4][kTiles][4] = {};          // [0], [1] of dimension 16 m + g of the warp's block and those rows; [2], [3] of + 8
@@ -44,6 +45,7 @@ template <class Cache, int kTiles> struct AmpereWalk {
         queries = turned + kBlocks * kPage;
         weights = queries + kRows * kRowHalves;
         peaks = reinterpret_cast<float *>(weights + kRows * kWeightHalves);
+        offsets = peaks + kRows * kDecodeWarps;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
             peak[tile][0] = peak[tile][1] = kNothing;
@@ -81,6 +83,24 @@ template <class Cache, int kTiles> struct AmpereWalk {
         }
     }
 
+    // Words are multiplied as they stand, 128 above what they mean: that times the sum of a query's block is known beforehand.
+    __device__ __forceinline__ void find_offsets() {
+        for (int index = threadIdx.x; index < kBlocks * kRows; index += kDecodeThreads) {
+            const int block = index / kRows, row = index % kRows;
+            float total = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < kBlock / 8; ++chunk) {
+                const uint4 &v = chunk_at(queries, row * kRowHalves + block * kBlock + (chunk + index) % 8 * 8);
+                const unsigned pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    total += half_value(pairs[i / 2] >> i % 2 * 16 & 0xFFFF);
+                }
+            }
+            offsets[index] = total * (-Cache::kRawOffset / Cache::kRawUnit);
+        }
+    }
+
     // Scores of the warp's 16 positions, in units of log 2.
     __device__ __forceinline__ void score(float scale) {
         uint4 scale_words = {};
@@ -97,13 +117,21 @@ template <class Cache, int kTiles> struct AmpereWalk {
                 pieces[n / kSub][n % kSub] = *reinterpret_cast<const uint4 *>(keys + piece * 512 + block * 128 + place * 16);
             }
             float own[kTiles][4] = {};
+            if (Cache::kScaled) {
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile) {
+                    const float2 offset = *reinterpret_cast<const float2 *>(offsets + (block * kTiles + tile) * 8 + 2 * q);
+                    own[tile][0] = own[tile][2] = offset.x;
+                    own[tile][1] = own[tile][3] = offset.y;
+                }
+            }
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair) {
                 unsigned a[2][4];
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
-                    Cache::quad(pieces[0], 2 * pair + step, a[step][0], a[step][2]);
-                    Cache::quad(pieces[1], 2 * pair + step, a[step][1], a[step][3]);
+                    Cache::raw_quad(pieces[0], 2 * pair + step, a[step][0], a[step][2]);
+                    Cache::raw_quad(pieces[1], 2 * pair + step, a[step][1], a[step][3]);
                 }
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile) {
@@ -216,11 +244,19 @@ template <class Cache, int kTiles> struct AmpereWalk {
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
+            float offset[4] = {}; // of the words, as for scores: minus 128 times the sum of a row's weights
+            if (Cache::kScaled) {
+                const unsigned word = 0x80808080u; // two times -128 / kRawUnit
+#pragma unroll
+                for (int step = 0; step < 4; ++step) {
+                    multiply_16x8(offset, word, word, word, word, b[tile][2 * step], b[tile][2 * step + 1]);
+                }
+            }
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    sum[m][tile][i] *= shrink[tile][i % 2];
+                    sum[m][tile][i] = sum[m][tile][i] * shrink[tile][i % 2] + offset[i % 2];
                 }
             }
         }
@@ -245,8 +281,8 @@ template <class Cache, int kTiles> struct AmpereWalk {
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
                 unsigned a[4];
-                Cache::quad(pieces[0], step, a[0], a[2]);
-                Cache::quad(pieces[1], step, a[1], a[3]);
+                Cache::raw_quad(pieces[0], step, a[0], a[2]);
+                Cache::raw_quad(pieces[1], step, a[1], a[3]);
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile) {
                     multiply_16x8(sum[m][tile], a[0], a[1], a[2], a[3], b[tile][2 * step], b[tile][2 * step + 1]);
@@ -288,7 +324,7 @@ template <class Cache, int kTiles> struct AmpereWalk {
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float own = mass[tile][i % 2], inverse = own > 0 ? 1.0f / own : own; // 0: sees nothing here; NaN stays
+            const float own = mass[tile][i % 2], inverse = own > 0 ? Cache::kRawUnit / own : own; // 0: sees nothing here; NaN stays
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 stage[(2 * q + i % 2) * kPitch + m * 16 + i / 2 * 8 + g] =
@@ -367,6 +403,10 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
         *reinterpret_cast<uint4 *>(walk.queries + row * kRowHalves + chunk * 8) = halves;
     }
     __syncthreads();
+    if (Cache::kScaled) {
+        walk.find_offsets();
+        __syncthreads();
+    }
 
     // Copies come in the order keys 0, values 0, keys 1, values 1 ...: of two groups under way, the older one is next.
     for (int page = -1; page < page_count; ++page) {
@@ -381,7 +421,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
         if (page + 1 < page_count) {
             wait_copies<1>();
             __syncwarp();
-            walk.score(scale);
+            walk.score(scale * Cache::kRawUnit);
             __syncwarp();
             copy_keys(page + 2);
             if (position + 2 * kPage > start + 1) {

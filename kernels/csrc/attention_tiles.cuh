@@ -20,6 +20,8 @@ struct Int8Cache {
     static constexpr int kBlocksOfWeights = kBlocks;
     static constexpr bool kScaled = true;
     static constexpr float kUnit = 1.0f / kWeightUnit;
+    static constexpr float kRawUnit = 1 << 24; // of what `raw_quad` gives,
+    static constexpr float kRawOffset = 128;   // and how many of its smallest steps are 0
 
     // Four elements in a row as two fp16 pairs.
     template <int kCount>
@@ -29,6 +31,15 @@ struct Int8Cache {
         low = subtract_pairs(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u);
         high = subtract_pairs(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u);
     }
+
+    // The words themselves as fp16, whose smallest number is 2^-24: (value + kRawOffset) / kRawUnit.
+    template <int kCount>
+    __device__ static void raw_quad(const uint4 (&pieces)[kCount], int index, unsigned &low, unsigned &high) {
+        const uint4 &p = pieces[index / 4];
+        const unsigned word = index % 4 == 0 ? p.x : index % 4 == 1 ? p.y : index % 4 == 2 ? p.z : p.w;
+        low = __byte_perm(word, 0, 0x4140);
+        high = __byte_perm(word, 0, 0x4342);
+    }
 };
 
 struct HalfCache {
@@ -37,12 +48,18 @@ struct HalfCache {
     static constexpr int kBlocksOfWeights = 1;
     static constexpr bool kScaled = false;
     static constexpr float kUnit = 1.0f;
+    static constexpr float kRawUnit = 1.0f, kRawOffset = 0;
 
     template <int kCount>
     __device__ static void quad(const uint4 (&pieces)[kCount], int index, unsigned &low, unsigned &high) {
         const uint4 &p = pieces[index / 2];
         low = index % 2 ? p.z : p.x;
         high = index % 2 ? p.w : p.y;
+    }
+
+    template <int kCount>
+    __device__ static void raw_quad(const uint4 (&pieces)[kCount], int index, unsigned &low, unsigned &high) {
+        quad(pieces, index, low, high);
     }
 };
 
