@@ -78,7 +78,8 @@ def measure(
                 missing[str(line["missing"])] = str(line["why"])
             if "message" in line:
                 row = rows.setdefault(str(line["message"]), {})
-                row[str(line["way"])] = max(row.get(str(line["way"]), 0.0), float(line["microseconds"]))
+                way, found = str(line["way"]), float(line["microseconds"])
+                row[way] = max(row.get(way, found), found)
     for rank, one in enumerate(heard):
         if one.exit_code != 0:
             last = one.errors.splitlines()[-1] if one.errors else "it said nothing"
