@@ -184,7 +184,9 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="ranks to serve in place of the fixture's; cuda needs such")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="trials side by side, each with a server of its own")
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth trial from the Ith on (default: 0/1, all)")
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="every Nth trial from the Ith on (default: 0/1, all)"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the outcomes there")
