@@ -292,17 +292,20 @@ extern "C" __global__ void mailbox_gather(Link link, const float *part, int part
     receive(link, turn, words, put, [&](int i) { put(i, kNothing); });
 }
 
-// Four pairs at a time where they are, then what is left.
+__device__ __forceinline__ bool aligned(const void *address) { return reinterpret_cast<size_t>(address) % 16 == 0; }
+
+// Four pairs at a time where they stand at multiples of 16 bytes, then what is left.
 template <class Pair> __device__ __forceinline__ void add(Pair pair, const unsigned *a, const unsigned *b, float2 *out, int words) {
     const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
     const auto *a4 = reinterpret_cast<const uint4 *>(a), *b4 = reinterpret_cast<const uint4 *>(b);
-    for (int i = first; i < words / 4; i += stride) {
+    const int quads = aligned(a) && aligned(b) && aligned(out) ? words / 4 : 0;
+    for (int i = first; i < quads; i += stride) {
         const uint4 x = read(a4 + i), y = read(b4 + i);
         const float2 s = pair(x.x, y.x), t = pair(x.y, y.y), u = pair(x.z, y.z), v = pair(x.w, y.w);
         write(reinterpret_cast<float4 *>(out) + 2 * i, float4{s.x, s.y, t.x, t.y});
         write(reinterpret_cast<float4 *>(out) + 2 * i + 1, float4{u.x, u.y, v.x, v.y});
     }
-    for (int i = words / 4 * 4 + first; i < words; i += stride) {
+    for (int i = 4 * quads + first; i < words; i += stride) {
         write(out + i, pair(read(a + i), read(b + i)));
     }
 }

@@ -25,7 +25,7 @@ from .shared import SharedFile
 Transport = Literal["host", "ipc"]
 GATHER_WORDS = 4 * 124160  # whole logits of four rows of half a vocabulary of the 27B
 WHOLE_BYTES = 20 << 20  # of fp16 parts that are copied in whole: 2048 tokens of the 27B
-WHOLE_FROM = 1 << 20
+WHOLE_FROM = 4 << 20  # below, words are sooner there (docs/benchmarks.md)
 
 
 @dataclass(frozen=True)

@@ -324,11 +324,13 @@ def test_a_stream_lingers_as_long_as_it_is_told(device):
     assert time.monotonic() - begin >= 0.02
 
 
-def test_add_of_two_parts(device):
-    first, second = (part.to(device) for part in halves((3, 1000), 8))
-    out = Guarded((3, 1000), torch.float32, device)
-    mailbox.add(first, second, out.inner)
-    assert out.intact and torch.equal(out.inner, first.float() + second.float())
+@pytest.mark.parametrize("values", [2, 6, 30, 62, 3000])
+def test_add_of_two_parts(device, values):
+    """As NCCL's gather leaves them: one behind the other, wherever the second begins."""
+    both = torch.stack(halves((1, values), 8)).to(device)
+    out = Guarded((1, values), torch.float32, device)
+    mailbox.add(both[0], both[1], out.inner)
+    assert out.intact and torch.equal(out.inner, both[0].float() + both[1].float())
 
 
 @pytest.mark.parametrize("device", ON_GPU, indirect=True)
