@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--arch-{side}",
             metavar="ARCH",
-            help=f"code of {side}'s kernels: compute_70 is what a V100 runs (default: own)",
+            help=f"code of {side}'s kernels: compute_70 is what a V100's is made from (default: the card's own)",
         )
     parser.add_argument("--most", type=float, metavar="X", help="exit with 1 if any layer's |a - b| / |a| is above X")
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -49,30 +49,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..model.config import ModelConfig
-    from ..perf.layerwise import compare, directories_of, outputs
+    from ..perf.layerwise import check_arch, compare, directories_of, outputs
 
-    if not 1 <= args.tokens <= 1 << 20:
-        raise InputError(f"--tokens {args.tokens}: expected 1 to {1 << 20}.")
+    if args.tokens < 1:
+        raise InputError(f"--tokens {args.tokens}: expected at least 1.")
     first = directories_of(args.directory)
     second = first if args.second is None else directories_of(args.second)
     config = ModelConfig.read(first[0])
-    tokens = _prompt(args, first[0], config.text.vocab_size)
+    if args.tokens > config.text.max_position_embeddings:
+        raise InputError(f"--tokens {args.tokens}: the model knows {config.text.max_position_embeddings} positions.")
     devices = _devices(args.devices)
-    found = compare(
-        outputs(args.a, first, tokens, devices, args.kv, args.arch_a),
-        outputs(args.b, second, tokens, devices, args.kv, args.arch_b),
-        config.text.layer_types,
-    )
+    for backend, arch in ((args.a, args.arch_a), (args.b, args.arch_b)):
+        check_arch(arch, backend, devices)
+    tokens = _prompt(args, first[0], config.text.vocab_size)
+    a = outputs(args.a, first, tokens, devices, args.kv, args.arch_a)
+    b = outputs(args.b, second, tokens, devices, args.kv, args.arch_b)
+    found = compare(a.layers, b.layers, config.text.layer_types)
     worst = max(found, key=lambda row: row.relative)
     facts = {
-        "a": {"backend": args.a, "ranks": len(first)},
-        "b": {"backend": args.b, "ranks": len(second)},
+        "a": {"backend": args.a, "ranks": len(first), "launches": dict(a.launches)},
+        "b": {"backend": args.b, "ranks": len(second), "launches": dict(b.launches)},
         "device": str(devices[0]), "tokens": len(tokens), "layers": [asdict(row) for row in found],
     }  # fmt: skip
     if args.json:
         print(json.dumps(facts, indent=1))
     elif not args.quiet:
         print(f"{args.a} x {len(first)} and {args.b} x {len(second)} on {devices[0]}, {len(tokens)} tokens")
+        print(f"a ran {a.code}; b ran {b.code}")
         print("layer  kind                   cosine      |a-b|/|a|   worst token")
         for row in found:
             print(f"{row.layer:>5}  {row.kind:<17}  {row.cosine:.9f}  {row.relative:12.3e}  {row.worst_relative:12.3e}")

@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint.errors import InputError
 from ..perf.divergence import Predictor
 from ..perf.quality import Protocol, Quality, measure
+from ..perf.whole_model import whole_model
 from .eval_server import WEB, add_server, run_compare, run_server
 from .progress import byte_bar
 
@@ -31,7 +32,7 @@ code run in a sandbox, needles in long texts) through its chat, greedily. docs/e
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="source, converted or rank-0-of-1")
+    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="source, converted, or a folder of one rank")
     parser.add_argument(
         "--against",
         metavar="DIR",
@@ -91,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
     if args.against is not None and args.against.startswith(WEB):
         raise InputError("--against a server needs --url: a directory is measured against a directory.")
     found: dict[str, dict[str, Any]] = {}
-    against = None if args.against is None else Predictor(Path(args.against), protocol.window)
+    against = None if args.against is None else Predictor(whole_model(Path(args.against)), protocol.window)
     first: tuple[str, Quality] | None = None
     for directory in args.directories:
         total = protocol.score_bytes + protocol.prompts * protocol.continuation
         with byte_bar(f"eval {directory.name}", total, args.quiet) as tick:
-            quality = measure(directory, text, words, protocol, tick, against)
+            quality = measure(whole_model(directory), text, words, protocol, tick, against)
         derived = {"acceptance": quality.acceptance, "perplexity": quality.perplexity}
         found[str(directory)] = dataclasses.asdict(quality) | derived
         if not (args.json or args.quiet):
