@@ -12,10 +12,11 @@ EXAMPLE = """examples:
   duovolt compare ranks/rank-0-of-1 --a reference --b cuda
   duovolt compare ranks1 ranks2 --a cuda --b cuda --devices 0,1
   duovolt compare converted ranks2 --a reference --b reference --tokens 300
-  duovolt compare ranks1 --a cuda --b cuda --arch-b compute_70
+  duovolt compare ranks1 --a cuda --b cuda --arch-b compute_70 --chunk 16
 
 Both read the same prompt; the table has, for each layer, the cosine between their outputs and |a - b| / |a|. A folder of two
-ranks runs both, side by side in this process."""
+ranks runs both, side by side in this process. A chunk of more than 96 tokens is multiplied by the vendor's library, one of up to
+96 by the kernels of decoding: two builds of our kernels show their difference there. The line above the table counts what ran."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="the prompt; without it, random tokens")
     parser.add_argument(
         "--tokens", type=int, default=128, metavar="N", help="length of the prompt at most (default: 128)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=512, metavar="N", help="tokens of the prompt read at a time (default: 512)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of random tokens (default: 0)")
     parser.add_argument(
@@ -53,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tokens < 1:
         raise InputError(f"--tokens {args.tokens}: expected at least 1.")
+    if not 1 <= args.chunk <= 1 << 16:
+        raise InputError(f"--chunk {args.chunk}: expected 1 to {1 << 16}.")
     first = directories_of(args.directory)
     second = first if args.second is None else directories_of(args.second)
     config = ModelConfig.read(first[0])
@@ -62,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     for backend, arch in ((args.a, args.arch_a), (args.b, args.arch_b)):
         check_arch(arch, backend, devices)
     tokens = _prompt(args, first[0], config.text.vocab_size)
-    a = outputs(args.a, first, tokens, devices, args.kv, args.arch_a)
-    b = outputs(args.b, second, tokens, devices, args.kv, args.arch_b)
+    a = outputs(args.a, first, tokens, devices, args.kv, args.arch_a, args.chunk)
+    b = outputs(args.b, second, tokens, devices, args.kv, args.arch_b, args.chunk)
     found = compare(a.layers, b.layers, config.text.layer_types)
     worst = max(found, key=lambda row: row.relative)
     facts = {

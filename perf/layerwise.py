@@ -83,8 +83,9 @@ def outputs(
     devices: list[torch.device],
     kv: str = "int8",
     arch: str | None = None,
+    chunk: int = CHUNK,
 ) -> Run:
-    """What rank 0's layers give for a prompt of `tokens` read in chunks.
+    """What rank 0's layers give for a prompt of `tokens` read in chunks of `chunk`.
 
     Ranks run as threads of this process, over the CPU mailbox; `devices`: one a rank, of the cuda backend; `arch`: code of
     its kernels, None: the card's own. Raises InputError for directories that are not the ranks of one split, and what
@@ -106,7 +107,7 @@ def outputs(
             with torch.inference_mode(), code, counted_launches() as launches:
                 run = _reference if backend == "reference" else _cuda
                 device = devices[rank % len(devices)]
-                run(directories[rank], tokens, device, kv, mailbox, _keeping(found[rank].layers))
+                run(directories[rank], tokens, device, kv, chunk, mailbox, _keeping(found[rank].layers))
             found[rank].launches.update(launches)
         except BaseException as fault:  # told by the caller's thread
             faults.append(fault)
@@ -152,6 +153,7 @@ def _reference(
     tokens: list[int],
     device: torch.device,
     kv: str,
+    chunk: int,
     mailbox: Mailbox | None,
     observe: Callable[[int, Tensor], None],
 ) -> None:
@@ -159,8 +161,8 @@ def _reference(
     model = Model(weights, SoloCollective() if mailbox is None else MailboxCollective(mailbox), count)
     model.observe = observe
     cache = Cache.for_one(weights, count)
-    for start in range(0, count, CHUNK):
-        here = tokens[start : start + CHUNK]
+    for start in range(0, count, chunk):
+        here = tokens[start : start + chunk]
         rope = torch.arange(start, start + len(here)).expand(3, -1)
         model.forward(Batch(torch.tensor(here), [Segment(0, start, len(here))], rope, by_rows=False), cache)
         cache.lengths[0] = start + len(here)
@@ -171,6 +173,7 @@ def _cuda(
     tokens: list[int],
     device: torch.device,
     kv: str,
+    chunk: int,
     mailbox: Mailbox | None,
     observe: Callable[[int, Tensor], None],
 ) -> None:
@@ -187,7 +190,7 @@ def _cuda(
     request = GenerateRequest(1, tokens, 1, [], True, SamplingParams(temperature=0.0))
     lane = Lane(0, request, 1, list(range(executor.pages)))
     executor.open(lane)
-    for start in range(0, len(tokens), CHUNK):
-        executor.prefill(lane, start, min(CHUNK, len(tokens) - start))
-        lane.read = min(start + CHUNK, len(tokens))
+    for start in range(0, len(tokens), chunk):
+        executor.prefill(lane, start, min(chunk, len(tokens) - start))
+        lane.read = min(start + chunk, len(tokens))
     executor.close(lane)

@@ -43,6 +43,8 @@ def test_backends_and_widths_within_their_bounds(capsys: pytest.CaptureFixture[s
     assert code == 0 and "full_attention" in out and "largest |a-b|/|a|" in out
     code, out, _ = run(capsys, whole, "--b", "reference", "--most", "0")
     assert code == 0 and "1.000000000" in out
+    code, out, _ = run(capsys, whole, "--devices", "cpu", "--chunk", "7", "--json", "--most", "5e-3")
+    assert code == 0 and json.loads(out)["tokens"] == 20
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_backends_and_widths_within_their_bounds(capsys: pytest.CaptureFixture[s
         (["{folder}/converted", "--arch-b", "compute_70", "--devices", "cpu"], 2, "on cpu no kernel runs"),
         (["{folder}/converted", "--tokens", "32769"], 2, "the model knows 32768 positions"),
         (["{folder}/converted", "--tokens", "0"], 2, "at least 1"),
+        (["{folder}/converted", "--chunk", "0"], 2, "--chunk 0"),
         (["{folder}/converted", "--text", "{folder}/nothing.txt"], 2, "nothing.txt"),
     ],
 )
