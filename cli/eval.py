@@ -36,7 +36,9 @@ What the engine's arithmetic costs on this machine's card, at depths of a long t
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="source, converted, or a folder of one rank")
+    parser.add_argument(
+        "directories", type=Path, nargs="*", metavar="DIR", help="source, converted, or a folder of one rank"
+    )
     parser.add_argument(
         "--against",
         metavar="DIR",

@@ -16,19 +16,27 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
     """The options of the engine's arithmetic in place of a checkpoint's quality."""
     group = parser.add_argument_group("the engine's arithmetic, on a card, in place of quality")
     group.add_argument(
-        "--arithmetic", action="store_true", help="divergence of the CUDA engine from the same weights in other precisions"
+        "--arithmetic",
+        action="store_true",
+        help="divergence of the CUDA engine from the same weights in other precisions",
     )
     group.add_argument(
         "--paths", nargs="+", choices=PATHS, default=list(PATHS), metavar="PATH",
         help="fp32 and bf16: the model in torch; fp16 and int8: the engine with such a cache; the first is the reference of "
         "all, each of the one behind it (default: fp32 bf16 fp16 int8)",
     )  # fmt: skip
-    group.add_argument("--context", type=int, metavar="N", help=f"positions at most (default: {DEFAULT_CONTEXT}, or the text)")
+    group.add_argument(
+        "--context", type=int, metavar="N", help=f"positions at most (default: {DEFAULT_CONTEXT}, or the text)"
+    )
     group.add_argument("--positions", type=int, default=64, metavar="N", help="predictions a depth (default: 64)")
     group.add_argument("--chunk", type=int, default=2048, metavar="N", help="tokens read at a time (default: 2048)")
-    group.add_argument("--device", default="0", metavar="N", help="the card, or cpu for the kernels' references (default: 0)")
+    group.add_argument(
+        "--device", default="0", metavar="N", help="the card, or cpu for the kernels' references (default: 0)"
+    )
     group.add_argument("--arch", metavar="ARCH", help="code of the kernels: compute_70 is what a V100's is made from")
-    group.add_argument("--random", metavar="NAME|FILE", help="random weights of a configuration's shapes, and random tokens")
+    group.add_argument(
+        "--random", metavar="NAME|FILE", help="random weights of a configuration's shapes, and random tokens"
+    )
     group.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
     group.add_argument("--seed", type=int, default=0, metavar="S", help="with --random (default: 0)")
 
@@ -58,7 +66,10 @@ def run_arithmetic(args: argparse.Namespace) -> int:
     code = ", ".join(f"{count} launches of {arch} code" for arch, count in sorted(launches.items())) or "torch alone"
     if args.json:
         facts = {"model": label, "device": where, "torch": str(torch.__version__), "code": dict(launches)}
-        rows = [asdict(own) | {"pairs": {" ".join(pair): asdict(own.pairs[pair]) for pair in own.pairs}} for own in found.found]
+        rows = [
+            asdict(own) | {"pairs": {" ".join(pair): asdict(own.pairs[pair]) for pair in own.pairs}}
+            for own in found.found
+        ]
         print(json.dumps(facts | asdict(found) | {"found": rows}, indent=1))
     elif not args.quiet:
         print(f"{label} on {where}, {code}; teacher-forced, in nats a token")
@@ -67,8 +78,13 @@ def run_arithmetic(args: argparse.Namespace) -> int:
             if args.random is None:
                 print("  loss of the text: " + ", ".join(f"{path} {loss:.5f}" for path, loss in own.loss.items()))
             for (a, b), pair in own.pairs.items():
-                print(f"  KL({a} || {b}) {pair.mean:.3e}, largest {pair.largest:.3e}, same likeliest token {pair.agreement:.1%}")
-        print("values beyond fp16, cut: " + (", ".join(f"{path} {n}" for path, n in found.overflows.items()) or "no engine ran"))
+                print(
+                    f"  KL({a} || {b}) {pair.mean:.3e}, largest {pair.largest:.3e}, same likeliest token {pair.agreement:.1%}"
+                )
+        print(
+            "values beyond fp16, cut: "
+            + (", ".join(f"{path} {n}" for path, n in found.overflows.items()) or "no engine ran")
+        )
     return 0
 
 
@@ -127,7 +143,9 @@ def _subject(args: argparse.Namespace, device):  # type: ignore[no-untyped-def]
     directory = whole_model(args.directories[0])
     plan = plan_load(directory)
     if plan.source.tp_size != 1:
-        raise InputError(f"{directory}: one of {plan.source.tp_size} ranks. Give a converted directory, or rank-0-of-1.")
+        raise InputError(
+            f"{directory}: one of {plan.source.tp_size} ranks. Give a converted directory, or rank-0-of-1."
+        )
     config = plan.source.config
     check_fitness(config, 1, str(directory))
     tokens = _tokens(args, directory)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import CheckFailed, EnvironmentFault
 from ..kernels.linear import MAX_TOKENS
+from ..kernels.weights import Fp8BlockWeight
 from ..runtime.engine.cuda.executor import CudaExecutor
 from ..runtime.engine.cuda.weights import CudaAttention, CudaDelta, CudaLayer, CudaWeights
 from ..runtime.engine.lane import Lane
@@ -85,7 +86,14 @@ class EngineReader:
         context = pages_for(len(tokens) + ROUND + 1) * PAGE
         vocabulary = weights.config.text.vocab_size
         self._executor = CudaExecutor(
-            weights, SoloDevice(), max_context=context, lanes=1, drafts=0, n_sampleable=vocabulary, int8=int8, graphs=False
+            weights,
+            SoloDevice(),
+            max_context=context,
+            lanes=1,
+            drafts=0,
+            n_sampleable=vocabulary,
+            int8=int8,
+            graphs=False,
         )
         request = GenerateRequest(1, tokens, ROUND + 1, [], True, SamplingParams(temperature=0.0))
         self._lane = Lane(0, request, ROUND + 1, list(range(self._executor.pages)))
@@ -238,5 +246,6 @@ def sharpened(weights: CudaWeights, head: float = 4.0, query: float = 3.0) -> Cu
         slow = torch.linspace(-7.0, 1.0, mixer.delta.value_heads, device=mixer.norm.device)
         return replace(own, mixer=replace(mixer, delta=replace(mixer.delta, a_log=slow)))
 
+    assert not isinstance(weights.head, Fp8BlockWeight), "random weights have a scale a row"
     sharp = replace(weights.head, scale=weights.head.scale * head)
     return replace(weights, layers=[layer(own) for own in weights.layers], head=sharp)

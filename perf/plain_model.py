@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import reference as ops
-from ..kernels.weights import BAND, Fp8BlockWeight, Weight
+from ..kernels.weights import BAND, Fp8BlockWeight, Nvfp4Weight, Weight
 from ..runtime.engine.cuda.weights import CudaAttention, CudaDelta, CudaLayer, CudaWeights
 
 SCORES = 1 << 28  # of attention at a time
@@ -51,8 +51,9 @@ def slices(weight: Weight, values: int = VALUES) -> Iterator[tuple[int, Weight]]
             yield rows.start, replace(weight, words=words, block_scale=scales)
             continue
         scale = weight.scale if weight.scale.numel() == 1 < weight.shape[0] else weight.scale[rows]
-        if hasattr(weight, "block_scale"):
-            yield rows.start, replace(weight, words=words, block_scale=weight.block_scale[first : first + step], scale=scale)
+        if isinstance(weight, Nvfp4Weight):
+            blocks = weight.block_scale[first : first + step]
+            yield rows.start, replace(weight, words=words, block_scale=blocks, scale=scale)
         else:
             yield rows.start, replace(weight, words=words, scale=scale)
 
@@ -73,7 +74,11 @@ class PlainModel:
         shape = (sizes.kv_heads, positions, sizes.head_dim)
         kinds = [layer.mixer for layer in weights.layers]
         self._keys, self._values = (
-            [torch.zeros(shape, dtype=precision.kept, device=device) for mixer in kinds if isinstance(mixer, CudaAttention)]
+            [
+                torch.zeros(shape, dtype=precision.kept, device=device)
+                for mixer in kinds
+                if isinstance(mixer, CudaAttention)
+            ]
             for _ in range(2)
         )
         heads = (sizes.value_heads, sizes.value_dim, sizes.key_dim)
@@ -139,7 +144,9 @@ class PlainModel:
                 seen = self._read + end
                 rows = query[begin:end, own].flatten(0, 1)
                 scores = (rows @ key[:seen].t()).mul_(dim**-0.5).view(end - begin, group, seen)
-                scores.masked_fill_(positions[None, None, :seen] > positions[self._read + begin : seen, None, None], -torch.inf)
+                scores.masked_fill_(
+                    positions[None, None, :seen] > positions[self._read + begin : seen, None, None], -torch.inf
+                )
                 weights = self._round(torch.softmax(scores, dim=-1))
                 out[begin:end, own] = self._round(weights.flatten(0, 1) @ value[:seen]).view(end - begin, group, dim)
         return out
