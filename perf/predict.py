@@ -101,7 +101,7 @@ def at_mean_size(ledger: Ledger) -> Ledger:
     return replace(
         ledger,
         launches=tuple(
-            replace(launch, weights=mean) if launch.family in ("linear", "head") else launch
+            replace(launch, weights=mean, form="") if launch.family in ("linear", "head") else launch
             for launch in ledger.launches
         ),
     )
