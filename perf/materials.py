@@ -96,7 +96,8 @@ def _chinese(pick: random.Random, number: int) -> str:
         f"然后去找一位{friend}。{friend}听完以后没有马上回答，只是{second}。他们谈起过去的{pick.randrange(3, 60)}年，"
         f"谈起{pick.choice(_PLACES)}和那里的{pick.choice(_PEOPLE)}，也谈起{pick.choice(_THINGS)}的来历。"
         f"{person}说，{thought}。{friend}点点头，回答说，{last}。后来{pick.choice(_WEATHER)}，两个人{third}，"
-        f"约好{pick.randrange(2, 29)}天以后在{place}再见面，到那时再把{thing}的故事从头到尾讲完，一个字也不漏，连当年的天气也要说得清清楚楚。\n\n"
+        f"约好{pick.randrange(2, 29)}天以后在{place}再见面，"
+        f"到那时再把{thing}的故事从头到尾讲完，一个字也不漏，连当年的天气也要说得清清楚楚。\n\n"
     )
 
 

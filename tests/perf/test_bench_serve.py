@@ -27,7 +27,8 @@ PINNED = {"code": "f544fcfaf16bfae7", "chinese": "59942eee851dcfde"}
 def test_materials_are_the_same_everywhere(material: str) -> None:
     count, _ = materials.PUBLISHED[material]
     text = "".join(islice(materials.blocks(material), count))
-    assert digest_bytes(text.encode()).startswith(PINNED[material])  # figures of two machines are of one text, the one whose tokens were counted
+    # Figures of two machines are of one text, the one whose tokens were counted.
+    assert digest_bytes(text.encode()).startswith(PINNED[material])
     short = materials.text_of(material, 1000)
     assert 800 < len(short) <= 1000 and text.startswith(short)
     assert next(materials.blocks(material, 1)) != next(materials.blocks(material, 0))
