@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
     for index, one in enumerate(found):
         if card.exact:
-            print("{} of {} launches were measured alone".format(*coverage(one.ledger.launches, card.exact)))
+            print("{} of {} launches were measured".format(*coverage(one.ledger.launches, card.exact)))
         print("\n".join(describe(one)))
         if args.what_if and cases:
             print("\n".join(_what_if(cases[index], card)))

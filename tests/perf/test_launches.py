@@ -188,10 +188,10 @@ def test_a_forecast_adds_up_what_was_measured(tmp_path: Path, capsys: pytest.Cap
         assert coverage(ledger.launches, card.exact) == (len(own) + within, 597) == (597, 597)
     command = ["predict", "qwen3.8-27b", "--card", "h200", "--drafts", "3", "--context", "8192"]
     assert main([*command, "--launches", str(path)]) == 0
-    assert "of 597 launches were measured alone" in capsys.readouterr().out
+    assert "of 597 launches were measured" in capsys.readouterr().out
 
 
-def test_gaps_and_exchanges_are_what_was_measured() -> None:
+def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = ledger_of(sheet_at("qwen3.8-27b", 2, None), Shape(8192, 3))
     keys = {launch.key for launch in ledger.launches if not launch.within}
     launches = [LaunchTime(key, 0.0, 3e-6) for key in keys]
@@ -204,6 +204,16 @@ def test_gaps_and_exchanges_are_what_was_measured() -> None:
     )  # merges, two of three samplers a draw, norms behind a sum but for last ones
     assert found.seconds == pytest.approx(calls * 4e-6 + 7e-6)
     assert found.families["gaps"][2] == pytest.approx(calls * 1e-6) and found.families["replay"][2] == 7e-6
+    path = tmp_path / "two.json"
+    path.write_bytes(LaunchTimes(MACHINE, [], launches, chains, 7e-6).encode())
+    command = ["predict", "qwen3.8-27b", "--card", "h200", "--drafts", "3", "--context", "8192", "--tp", "2"]
+    assert main([*command, "--launches", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "735 of 735 launches were measured" in out
+        and "link measured" in out
+        and f"{found.seconds * 1e3:.2f} ms a round" in out
+    )
     apart = [replace(one, key=one.key.replace("reduce_norm", "reduce")) for one in launches]
     apart += [LaunchTime(f"rms_norm_delta 5120 T{tokens} x1", 0.0, 2e-6) for tokens in (1, 4)]
     other = load_card("h200").with_launches([LaunchTimes(MACHINE, [], apart)])  # as NCCL: a norm of its own
