@@ -107,7 +107,10 @@ class VisionTower:
 
 
 class PromptImages:
-    """The pictures of one prompt, and its videos' groups of frames, while it is read: each is embedded when the first chunk needs it, and let go after."""
+    """The pictures of one prompt, and its videos' groups of frames, while it is read.
+
+    Each is embedded when the first chunk needs it, and let go after.
+    """
 
     def __init__(self, images: list[ImageInput], tower: VisionTower | None) -> None:
         self._waiting = list(images)

@@ -176,7 +176,7 @@ def _container(data: bytes) -> _File:
         import av
     except ImportError as error:
         raise ImageFault(_INSTALL) from error
-    container = av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace")
+    container: Any = av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace")
     if not container.streams.video:
         raise ImageFault("the file holds no video")
     stream = container.streams.video[0]
@@ -186,7 +186,7 @@ def _container(data: bytes) -> _File:
         raise ImageFault("the file holds no frames, or does not say how fast they are shown")
 
     def decoded() -> Iterator[Any]:
-        again = av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace")
+        again: Any = av.open(io.BytesIO(data), format=demuxer, metadata_errors="replace")
         again.streams.video[0].thread_type = "NONE"
         yield from again.decode(video=0)
 

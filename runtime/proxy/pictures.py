@@ -52,7 +52,7 @@ class PictureReader:
         return {IMAGE_PAD: self.pad} | ({} if self.videos is None else {VIDEO_PAD: self.videos.pad})
 
     def read(self, urls: list[str], max_context: int, max_bytes: int, answers: int = 1) -> list[Pixels]:
-        """The pictures; `max_bytes` after resizing, times the answers. Raises ApiError (400) with the number of the one at fault."""
+        """The pictures; `max_bytes` after resizing, times the answers. Raises ApiError (400) naming the one at fault."""
         if len(urls) > MAX_IMAGES:
             raise bad_request(f"{len(urls)} images in one request, this server reads {MAX_IMAGES}", "messages")
         opened = []
