@@ -34,6 +34,11 @@ def form(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+def function(name: str, *parameters: str) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": {key: {} for key in parameters}}
+    return [{"type": "function", "function": {"name": name, "parameters": schema}}]
+
+
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 NAMED = {"type": "function", "function": {"name": "g"}}
 LONG = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
@@ -104,6 +109,11 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "response_format": form({"anyOf": [{"multipleOf": 99991}]})}, 400, "response_format", "99991"),
     (CHAT, {"messages": USER, "response_format": form({"multipleOf": 9999.9999})}, 400, "response_format", "9999.9999"),
     (CHAT, {"messages": USER, "response_format": form({"multipleOf": 1e300})}, 400, "response_format", "1e+300"),
+    (CHAT, {"messages": USER, "response_format": form({"multipleOf": True})}, 400, "response_format", "cannot be kept"),
+    (CHAT, {"messages": USER, "tools": function("a\nb"), "tool_choice": "required"}, 400, "tools", "'a\\nb' cannot be"),
+    (CHAT, {"messages": USER, "tools": [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer",
+     "multipleOf": 99991}}}}}], "tool_choice": "required"}, 400, "tools", "99991"),
+    (CHAT, {"messages": USER, "tools": function("a", "b>"), "tool_choice": "required"}, 400, "tools", "'b>' of 'a' cannot"),
     (CHAT, {"messages": USER, "response_format": form({"properties": {str(key): {} for key in range(1001)}})}, 400,
      "response_format", "1001 properties, at most 1000"),
     (CHAT, {"messages": USER, "response_format": form({}), "ignore_eos": True}, 400, "ignore_eos", "ends where"),
