@@ -15,6 +15,9 @@ _ANTHROPIC_KINDS = {
 }
 
 
+_LONGEST_MESSAGE = 1000  # characters: a message may repeat what a body holds, and a body is large
+
+
 class ApiError(Exception):
     """An answer other than 200: one message, a type, the parameter at fault and headers such as Retry-After."""
 
@@ -29,6 +32,7 @@ class ApiError(Exception):
         retry_after: int | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
         super().__init__(message)
         self.status = status
         self.message = message

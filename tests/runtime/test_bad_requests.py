@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duovolt.runtime.proxy.apis import completions
 from duovolt.runtime.rank.scripted import ScriptedAnswer
 
 from .local_api import LocalApi
@@ -124,6 +125,8 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
     (COMPLETION, {"prompt": [[1], 2]}, 400, "prompt", "2 is neither a text nor a list"),
     (COMPLETION, {"prompt": ["a"] * 9}, 400, "n", "9 answers in one request, this server holds 3"),
+    (COMPLETION, {"prompt": [["y" * 100000]]}, 400, "prompt", "'yyy"),
+    (CHAT, {"messages": [{"role": "r" * 100000}]}, 400, "messages", "'rrr"),
     (COMPLETION, {"prompt": [1, -1]}, 400, "prompt", "-1 is not a token id"),
     (COMPLETION, {"prompt": [1, 2.5]}, 400, "prompt", "2.5 is not a token id"),
     (COMPLETION, {"prompt": [1, True]}, 400, "prompt", "True is not a token id"),
@@ -154,7 +157,17 @@ def test_bad_input_gets_one_clear_error(
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
+    assert len(error["message"]) < 1100, "a message is no echo of the body"
     assert api.sent == []
+
+
+def test_too_many_prompts_are_counted_before_anything_is_made_of_them(
+    api: LocalApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "plan_completion", None)
+    status, answer = api.post(COMPLETION, {"prompt": [[1], [2], [3], [4]]})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert "4 answers in one request, this server holds 3" in answer["error"]["message"]
 
 
 def test_a_body_too_large_is_413(api: LocalApi) -> None:
