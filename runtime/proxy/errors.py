@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 _ANTHROPIC_KINDS = {
@@ -40,6 +42,18 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = (headers or {}) | ({} if retry_after is None else {"Retry-After": str(retry_after)})
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same in the words of another API: for each name of a parameter, longer ones first, that API's.
+
+        In the message where it stands as a name: before a bracket, dot, colon or quote.
+        `param` becomes the outermost: text of text.format.
+        """
+        message = self.message
+        for name, other in names.items():
+            message = re.sub(rf"(?<![\w.]){re.escape(name)}(?=[\[.:)]| ')", other, message)
+        param = None if self.param is None else names.get(self.param, self.param).partition(".")[0]
+        return ApiError(self.status, message, kind=self.kind, param=param, code=self.code, headers=self.headers)
 
     def body(self) -> dict[str, Any]:
         """OpenAI's shape."""

@@ -205,9 +205,11 @@ OTHERS: list[tuple[str, Any, str]] = [
     (ANTHROPIC, mine("x") | {"tool_choice": {"type": "tool"}}, "tool_choice"),
     (ANTHROPIC, mine("x") | {"tool_choice": {"type": "any"}}, "has no tools"),
     (ANTHROPIC, mine("x") | {"thinking": {"type": "maybe"}}, "thinking.type"),
-    (ANTHROPIC, mine("x") | {"stop_sequences": [""]}, "empty"),
+    (ANTHROPIC, mine("x") | {"stop_sequences": [""]}, "stop_sequences: an empty"),
+    (ANTHROPIC, mine([{"type": "tool_result", "content": {"a": 1}}]), "messages[0].content[0].content: expected text or a list"),
     (ANTHROPIC, mine("x") | {"temperature": 9}, "<= 2"),
-    (ANTHROPIC, mine("x") | {"output_config": {"format": {"type": "json_schema"}}}, "expected a JSON schema"),
+    (ANTHROPIC, mine("x") | {"output_config": {"format": {"type": "json_schema"}}},
+     "output_config.format.schema: expected a JSON schema"),
     (COUNT, {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
      "messages[0].content[0]: text is read here, not document"),
     (RESPONSES, b"{,", "not valid JSON"),
@@ -223,11 +225,15 @@ OTHERS: list[tuple[str, Any, str]] = [
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
      "input[0].content[0]: expected image_url, a URL as text"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0]: expected a name and arguments"),
-    (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "not JSON"),
+    (RESPONSES, {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "name": "f", "arguments": "{"}]},
+     "input[1]: arguments are not JSON"),
     (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "functions only"),
     (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "cannot be kept"),
-    (RESPONSES, {"input": "x", "max_output_tokens": 10**8}, f"context is {CONTEXT} tokens"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema: expected a JSON schema"),
+    (RESPONSES, {"input": "x", "chat_template_kwargs": {"self": 1}}, "the chat template refuses this conversation"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format 'xml': expected"),
+    (RESPONSES, {"input": "x", "max_output_tokens": 10**8}, "for the answer (max_output_tokens)"),
     ("/v1/abort", {}, "request_id"),
     ("/v1/abort", {"request_id": "x" * 300}, "<= 256"),
 ]  # fmt: skip
@@ -243,6 +249,21 @@ def test_bad_input_of_the_other_apis(api: LocalApi, path: str, body: Any, words:
         assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["type"] == "invalid_request_error" and words in answer["error"]["message"]
     assert api.sent == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "text"),
+        ({"max_output_tokens": 10**8}, "max_output_tokens"),
+        ({"chat_template_kwargs": {"self": 1}}, "input"),
+    ],
+)
+def test_the_parameter_at_fault_has_the_name_that_the_client_gave_it(
+    api: LocalApi, body: dict[str, Any], param: str
+) -> None:
+    assert api.post(RESPONSES, {"input": "x"} | body)[1]["error"]["param"] == param
 
 
 VALUES = st.recursive(
