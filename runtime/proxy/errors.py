@@ -75,3 +75,8 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unavailable(message: str, retry_after: int) -> ApiError:
     """503: ranks are loading, down or draining."""
     return ApiError(503, message, kind="server_error", code="unavailable", retry_after=retry_after)
+
+
+def queue_full(why: str) -> ApiError:
+    """429: there is no room for this request now."""
+    return ApiError(429, f"{why}. Try again later", kind="rate_limit_error", code="queue_full", retry_after=1)

@@ -39,7 +39,7 @@ class CompletionsApi:
         service = self._service
         body, stamp = await service.read(request, CompletionBody), service.stamp(request)
         service.hub.check_room(len(_listed(body.prompt)) * (body.n or 1))
-        plan = await service.workers.run(plan_completion, body, service.plan, service.defaults)
+        plan = await service.prepare(plan_completion, body, service.plan, service.defaults)
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         echoes = [one.prompt for one in plan.requests] if body.echo else None

@@ -37,7 +37,7 @@ class MessagesApi:
         body, stamp = await service.read(request, MessagesBody), service.stamp(request)
         service.hub.check_room()
         try:
-            plan = await service.workers.run(plan_chat, chat_of(body), service.plan, service.defaults)
+            plan = await service.prepare(plan_chat, chat_of(body), service.plan, service.defaults)
         except ApiError as error:
             raise error.renamed(CHAT_NAMES) from error
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
@@ -46,7 +46,7 @@ class MessagesApi:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await self._service.read(request, CountTokensBody)
-        return JSONResponse({"input_tokens": await self._service.workers.run(_count, body, self._service.plan)})
+        return JSONResponse({"input_tokens": await self._service.prepare(_count, body, self._service.plan)})
 
 
 def _count(body: CountTokensBody, plan: ServePlan) -> int:

@@ -33,7 +33,7 @@ class ResponsesApi:
         service.hub.check_room()
         chat = chat_of(body)
         try:
-            plan = await service.workers.run(plan_chat, chat, service.plan, service.defaults)
+            plan = await service.prepare(plan_chat, chat, service.plan, service.defaults)
         except ApiError as error:
             raise error.renamed(CHAT_NAMES) from error
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
