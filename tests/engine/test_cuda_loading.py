@@ -1,7 +1,9 @@
 """A rank's weights as the CUDA engine holds them, here on the CPU: each value once, exact, from proved bytes."""
 
 import json
+import os
 import shutil
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from duovolt.checkpoint.manifest import read_manifest
 from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import EMBED, TensorSpec, inventory
+from duovolt.runtime.engine.cuda import stream as stream_module
 from duovolt.runtime.engine.cuda.loading import load_cuda_weights, plan_load
+from duovolt.runtime.engine.cuda.stream import READERS
 from duovolt.runtime.engine.cuda.weights import CudaAttention, CudaDelta, CudaWeights, tensors_of
 from duovolt.runtime.engine.sources import open_source
 from duovolt.runtime.engine.weights import ModelWeights, load_weights
@@ -251,3 +255,22 @@ def test_every_encoding_of_a_matrix_is_served_and_a_quantised_embedding_is_told(
     converted(tmp_path / "bad", made, words=words, encoding=lambda spec: chosen(spec, encoding))
     with pytest.raises(InputError, match=r"embed_tokens.* is stored as .*Convert with a recipe that keeps it"):
         plan_load(tmp_path / "bad")
+
+
+def test_a_file_is_closed_after_the_last_reader_even_where_another_failed(
+    stages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of a closed file may be that of another by then."""
+    ends: list[str] = []
+
+    def read(file: int, path: Path, begin: int, buffer: torch.Tensor) -> None:
+        if begin == 0:
+            raise InputError("the disk says no")
+        time.sleep(0.05)
+        os.fstat(file)
+        ends.append("read")
+
+    monkeypatch.setattr(stream_module, "_read_part", read)
+    with pytest.raises(InputError, match="the disk says no"):
+        load_cuda_weights(stages / "converted", torch.device("cpu"))
+    assert ends == ["read"] * (READERS - 1)
