@@ -333,6 +333,7 @@ def test_key_models_tokenize_page_and_metrics(tmp_path: Path) -> None:
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
     good = {"Authorization": "Bearer secret"}
+    assert api.request("GET", "/v1/models", headers={"Authorization": "bearer  secret"}).status_code == 200
     model = api.request("GET", "/v1/models", headers=good).json()["data"][0]
     assert model["id"] == "ranks"
     assert model["duovolt"]["conversion_id"] == "none"
