@@ -6,6 +6,7 @@ import shutil
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,6 +237,28 @@ def test_a_missing_tensor_is_refused(stages: Path, tmp_path: Path) -> None:
     refit(broken)
     with pytest.raises(InputError, match=f"1 missing: {name}"):
         load_cuda_weights(broken, CPU)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("axis", 3), ("axis", -1), ("ranges", [[5, 2]]), ("ranges", [[32, 64]]), ("ranges", [[0, 2**60]]),
+        ("whole", {"shape": [1, 2], "layout": "v100-fp8", "digest": "0" * 32}),
+        ("whole", {"shape": [], "layout": "canonical", "digest": "0" * 32}),
+        ("whole", {"shape": [1], "layout": "nobody's", "digest": "0" * 32}),
+    ],
+)  # fmt: skip
+def test_a_rank_whose_records_of_the_cut_make_no_sense_is_refused(
+    stages: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    rank = shutil.copytree(stages / "ranks" / "rank-1-of-2", tmp_path / "rank")
+    tiled = [name for name, record in read_manifest(rank).tensors.items() if record.encoding == "fp8_e4m3/128x128"]
+    words = [name for name in tiled if name.endswith(".weight")]
+    edit_manifest(rank, lambda m: [m["tensors"][name]["split"].__setitem__(key, value) for name in words])
+    with pytest.raises(InputError):
+        load_weights(open_source(rank))
+    with pytest.raises(InputError):
+        load_cuda_weights(rank, CPU)
 
 
 @pytest.mark.parametrize("encoding", [*KINDS, "fp8_e4m3/16x16"])
