@@ -4,6 +4,7 @@ import argparse
 import itertools
 from pathlib import Path
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 from ..checkpoint.stage import disk_errors
 from ..model.partition import MAX_RANKS
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from ..perf.machine import read_machine
     from ..perf.model_source import sheet_at
 
+    require_report_place(args.json, ())
     if not all(1 <= tp <= MAX_RANKS for tp in args.tp):
         raise InputError(f"--tp is 1 to {MAX_RANKS}.")
     launches: list[Launch] = []
