@@ -76,23 +76,12 @@ def run(args: argparse.Namespace) -> int:
         if "," not in args.devices or args.twin:
             return _measure(args)
         devices = [int(word) for word in args.devices.split(",")]
-        from ..perf.pair import twin, way_between
+        from ..perf.pair import twin, way_between, words_of
 
         args.tp, args.way = 2, way_between(args.collective, devices).argument
-        with twin(_words(args)) as name:
+        with twin(words_of("engine", args)) as name:
             args.twin = name
             return _measure(args, rank=0)
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The same measurement, as words for the second rank."""
-    words = ["bench", "engine", "--quiet"]
-    for name, value in vars(args).items():
-        if name in ("what", "command", "quiet", "debug", "json", "twin") or value is None or value is False:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        words += [option] if value is True else [option, *map(str, value if isinstance(value, list) else [value])]
-    return words
 
 
 def _measure(args: argparse.Namespace, rank: int = 1) -> int:
