@@ -203,8 +203,9 @@ def _check_cost(schema: dict[str, Any], param: str) -> None:
             continue
         left += part.values()
         multiple, properties = part.get("multipleOf"), part.get("properties")
-        number = isinstance(multiple, int | float) and not isinstance(multiple, bool)
-        if number and not 0 < _without_point(multiple) <= _MAX_MULTIPLE:
+        if isinstance(multiple, bool):  # a Python integer, but no JSON number
+            multiple = None
+        if isinstance(multiple, int | float) and not 0 < _without_point(multiple) <= _MAX_MULTIPLE:
             raise bad_request(
                 f"the JSON schema has multipleOf {multiple}; its digits, without a point, may be 1 to {_MAX_MULTIPLE}",
                 param,
