@@ -133,8 +133,8 @@ def _tensors(manifest: Manifest, config: ModelConfig, made: dict[str, str]) -> l
             "weight": record.weight,
             "role": specs[record.weight].role,
             "part_of_the_model": specs[record.weight].group,
-            "source_dtype": record.sources[0].dtype,
-            "source_shape": record.sources[0].shape,
+            "source_dtype": record.sources[0].dtype if record.sources else None,
+            "source_shape": record.sources[0].shape if record.sources else None,
             **({"made": made[name]} if made else {}),
             **stored[name],
         }
