@@ -158,7 +158,7 @@ class _Setup:
 
         self._args, self._torch, self._card = args, torch, args.devices != "cpu"
         self._curve: Any = None
-        self._exchanges: dict[tuple[str, int], float] = {}
+        self._exchanges: dict[tuple[str, int, int], float] = {}
         self.close: Callable[[], None] = lambda: None
         device = torch.device("cpu")
         if self._card:

@@ -5,11 +5,10 @@ from collections.abc import Iterable
 import torch
 
 from ..runtime.parallel.device import DeviceCollective
-from ..runtime.parallel.links import GATHER_WORDS
 from ..runtime.parallel.timing import Meet, gather_seconds, reduce_seconds
 from .ledger import Launch, Ledger
 
-Message = tuple[str, int]  # the collective's name and bytes
+Message = tuple[str, int, int]  # reduce or gather, rows, bytes
 
 
 def messages_of(ledgers: Iterable[Ledger]) -> list[Message]:
@@ -18,31 +17,25 @@ def messages_of(ledgers: Iterable[Ledger]) -> list[Message]:
 
 
 def measure_exchanges(
-    messages: Iterable[Message], link: DeviceCollective, meet: Meet, device: torch.device, hidden: int
+    messages: Iterable[Message], link: DeviceCollective, meet: Meet, device: torch.device
 ) -> dict[Message, float]:
     """Seconds of each from one to the next, launch included. Both ranks call it. Raises CollectiveFault."""
     found = {}
-    for name, nbytes in messages:
+    for message in messages:
+        name, rows, nbytes = message
         if name == "reduce":
-            found[name, nbytes] = reduce_seconds(link, meet, device, nbytes // (2 * hidden), hidden)
+            found[message] = reduce_seconds(link, meet, device, rows, nbytes // (2 * rows))
         else:
-            rows, columns = _rows(nbytes // 4)
-            found[name, nbytes] = gather_seconds(link, meet, device, rows, columns)
+            found[message] = gather_seconds(link, meet, device, rows, nbytes // (4 * rows))
     torch.cuda.synchronize(device)
     link.check()
     return found
 
 
 def seconds_of(launch: Launch, found: dict[Message, float]) -> float:
-    """Of a collective of a ledger whose messages were measured."""
+    """Of a collective of a ledger whose messages were measured: of the exchange alone, where more is in its launch."""
     return found[_message(launch)]
 
 
 def _message(launch: Launch) -> Message:
-    return launch.kernel, launch.message
-
-
-def _rows(words: int) -> tuple[int, int]:
-    """As few rows as a message of the mailbox may have at this size, and their columns."""
-    rows = next(rows for rows in range(1, words + 1) if words % rows == 0 and words // rows <= GATHER_WORDS)
-    return rows, words // rows
+    return "gather" if launch.kernel == "gather" else "reduce", launch.tokens, launch.message

@@ -4,12 +4,11 @@ import pytest
 
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
-from duovolt.perf.exchanges import _rows, messages_of
+from duovolt.perf.exchanges import messages_of
 from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.overlap import overlap_of
 from duovolt.perf.shapes import configuration
 from duovolt.perf.sheet import sheet_of
-from duovolt.runtime.parallel.links import GATHER_WORDS
 
 
 def test_what_stands_beside_computation_is_counted_once() -> None:
@@ -28,10 +27,4 @@ def test_the_messages_of_a_round_of_the_27b() -> None:
     sheet = sheet_of("27b", config, dict.fromkeys(inventory(config), "bf16"), 2)
     found = messages_of([ledger_of(sheet, Shape(1, 3))])
     logits = 4 * 124160
-    assert found == sorted([("gather", logits), ("gather", 4 * logits), ("reduce", 10240), ("reduce", 40960)])
-
-
-@pytest.mark.parametrize("words", [1, 7, GATHER_WORDS, GATHER_WORDS * 2, 24 * 124160])
-def test_rows_fit_a_mailbox_and_hold_the_message(words: int) -> None:
-    rows, columns = _rows(words)
-    assert rows * columns == words and columns <= GATHER_WORDS
+    assert found == [("gather", 1, logits), ("gather", 4, 4 * logits), ("reduce", 1, 10240), ("reduce", 4, 40960)]
