@@ -199,9 +199,7 @@ class _Setup:
             link, meet = join(args.twin, rank, Choice.parse(args.way), device)
             self.close = partial(part, link, meet)
             ledgers = [self._ledger(1, lanes, args.drafts) for lanes in args.lanes]
-            self._exchanges = measure_exchanges(
-                messages_of(ledgers), link, meet, device, weights.config.text.hidden_size
-            )
+            self._exchanges = measure_exchanges(messages_of(ledgers), link, meet, device)
         executor = CudaExecutor(
             weights,
             link,
