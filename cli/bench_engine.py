@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 
 EXAMPLE = """examples:
@@ -296,15 +297,21 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--lanes are from 1 to 4, --drafts from 0 to 5.")
     if not all(64 <= n <= 1 << 20 for n in [*args.contexts, *args.prefill]) or not 10 <= args.rounds <= 10_000:
         raise InputError("--contexts and --prefill are from 64 to 1048576 tokens, --rounds from 10 to 10000.")
-    if not 1 <= args.chunk <= 1 << 16 or args.collective_us < 0 or args.draft_rows < 0:
-        raise InputError("--chunk is from 1 to 65536, --collective-us and --draft-rows are not negative.")
+    if (
+        not 1 <= args.chunk <= 1 << 16
+        or not 0 <= args.collective_us < 1e6
+        or min(args.draft_rows, args.draft_window) < 0
+    ):
+        raise InputError(
+            "--chunk is from 1 to 65536, --collective-us below a second, none of these, --draft-rows and --draft-window "
+            "negative."
+        )
     numbers = args.devices.split(",")
     if args.devices != "cpu" and (not all(word.isdecimal() for word in numbers) or len(numbers) > 2):
         raise InputError(
             f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
         )
-    if args.json is not None and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
+    require_report_place(args.json, [args.dir])
 
 
 def _round_line(row: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 from ..checkpoint.stage import disk_errors
 from ..model.partition import MAX_RANKS
@@ -45,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_report_place(args.json, ())
     _check(args)
     if "," not in args.devices or args.twin:
         return _measure(args, 1 if args.twin else 0)

@@ -21,7 +21,7 @@ from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
 from ..checkpoint.reopen import Sound, reopen
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
-from ..checkpoint.writer import Planned, ShardWriter
+from ..checkpoint.writer import Planned, ShardWriter, noted_digests
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
 from .grid import BandReader, Grid
@@ -79,9 +79,8 @@ class _Rank:
 
     def resume(self, name: str, tensors: list[Planned]) -> bool:
         """True if an earlier run finished this file of shards and it still hashes the same."""
-        note = self.stage.resume(name)
-        digests = note.get("digests") if note is not None else None
-        if not isinstance(digests, dict) or set(digests) != {tensor.name for tensor in tensors}:
+        digests = noted_digests(self.stage.resume(name), tensors)
+        if digests is None:
             return False
         self.digests |= digests
         return True
