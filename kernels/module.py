@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
@@ -14,11 +15,12 @@ from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import INSTALL, OLDEST, image_for
 
 Argument = (
-    torch.Tensor | int | float | ctypes.Structure | None
-)  # pointer, int32, float32, struct by value, null pointer
+    torch.Tensor | int | float | ctypes.Structure | ctypes.c_void_p | None
+)  # pointer, int32, float32, struct by value, address, null pointer
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
+_launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
 
 
 def arches_for(capability: tuple[int, int]) -> list[str]:
@@ -43,6 +45,17 @@ def forced_arch(arch: str) -> Iterator[None]:
         yield
     finally:
         _forced_arch.reset(token)
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """Launches of this thread within it, by the architecture whose code ran: what was run, not what was asked for."""
+    found: Counter[str] = Counter()
+    token = _launches.set(found)
+    try:
+        yield found
+    finally:
+        _launches.reset(token)
 
 
 class Module:
@@ -87,6 +100,8 @@ class Module:
             function = self._function(name, shared_bytes)
             where = (*grid, threads, 1, 1, shared_bytes, stream)
             self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
+            if (counter := _launches.get()) is not None:
+                counter[self.arch] += 1
         finally:
             self._call("cuCtxPopCurrent")
 
