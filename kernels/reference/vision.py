@@ -64,7 +64,9 @@ def attend_all_half(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     ]
     q, k, v = (x.transpose(0, 1)[None] for x in operands)
     scale = query.shape[2] ** -0.5
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] if query.is_cuda else SDPBackend.MATH):
+    with sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] if query.is_cuda else SDPBackend.MATH
+    ):
         attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
     return torch.ldexp(attended[0].transpose(0, 1)[..., : query.shape[2]].float(), sizes[2])
 
