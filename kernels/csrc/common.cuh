@@ -47,14 +47,10 @@ __device__ __forceinline__ unsigned staged_pair(float low, float high, int &over
     return half_pair(staged(low, overflows), staged(high, overflows));
 }
 
-// Adds a block's overflows to its row's count. One block owns a row, so no atomics.
-__device__ __forceinline__ void count_overflows(int overflows, int *count, float *scratch) {
-    if (!count) {
-        return;
-    }
-    const float total = block_sum(static_cast<float>(overflows), scratch);
-    if (threadIdx.x == 0 && total > 0) {
-        write(count, read(count) + static_cast<int>(total));
+// Adds a thread's overflows to its row's count: seldom any.
+__device__ __forceinline__ void count_overflows(int overflows, int *count) {
+    if (count && overflows > 0) {
+        add(count, overflows);
     }
 }
 

@@ -201,14 +201,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     uint2 mine[kRowQuads];
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         mine[k] = quad < quads ? read(own + quad) : uint2{};
     }
     unsigned sent;
     if (may_send(link, turn, sent)) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
-            const int quad = k * kRowThreads + threadIdx.x;
+            const int quad = k * blockDim.x + threadIdx.x;
             if (quad < quads) {
                 push(turn.out + base + quad, mine[k].x, sent);
                 push(turn.out + base + quads + quad, mine[k].y, sent);
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     float4 values[kRowQuads], weights[kRowQuads]; // they come while the words travel
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         values[k] = quad < quads ? read(stream + quad) : float4{};
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
@@ -229,14 +229,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     Word found[2 * kRowQuads];
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         const bool here = quad < quads && !turn.dead;
         found[2 * k] = here ? look(turn.in + base + quad) : 0;
         found[2 * k + 1] = here ? look(turn.in + base + quads + quad) : 0;
     }
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x, low = static_cast<int>(base) + quad;
+        const int quad = k * blockDim.x + threadIdx.x, low = static_cast<int>(base) + quad;
         if (quad < quads) {
             float2 a = {lost, lost}, b = {lost, lost};
             if (!turn.dead && await(link, turn, low, found[2 * k]) && await(link, turn, low + quads, found[2 * k + 1])) {

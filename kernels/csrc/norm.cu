@@ -1,33 +1,38 @@
 // Normalisations, the embedding gather and the output gate: one block a token, float32 in, fp16 out for the next product.
 #include "norm_row.cuh"
 
-constexpr int kThreads = kRowThreads;
-constexpr int kQuads = kRowQuads;
+constexpr int kThreads = 256;
 
 // x: FP32 [T, columns], one row every x_stride; delta (may be null): FP32 likewise, added to x in place first.
 // y = x / sqrt(mean(x^2) + eps) * (1 + weight), to fp16 `half_out` and FP32 `wide_out` (either may be null).
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads)
     rms_norm(float *x, int x_stride, const float *delta, int delta_stride, const float *weight, unsigned short *half_out,
              int half_stride, float *wide_out, int wide_stride, int *overflows, int columns, float eps) {
-    __shared__ float scratch[kThreads / 32];
+    __shared__ float scratch[kRowThreads / 32];
     const size_t row = blockIdx.x;
     const int quads = columns / 4;
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
-    float4 values[kQuads], weights[kQuads]; // all asked for at once: one wait
+    float4 values[kRowQuads], weights[kRowQuads], more[kRowQuads]; // all asked for at once: one wait
 #pragma unroll
-    for (int k = 0; k < kQuads; ++k) {
-        const int quad = k * kThreads + threadIdx.x;
-        values[k] = quad < quads ? read(own + quad) : float4{};
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * blockDim.x + threadIdx.x;
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
+    }
+    take_over();
+#pragma unroll
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * blockDim.x + threadIdx.x;
+        values[k] = quad < quads ? read(own + quad) : float4{};
+        more[k] = delta && quad < quads ? stream(added + quad) : float4{};
     }
     if (delta) {
 #pragma unroll
-        for (int k = 0; k < kQuads; ++k) {
-            const int quad = k * kThreads + threadIdx.x;
+        for (int k = 0; k < kRowQuads; ++k) {
+            const int quad = k * blockDim.x + threadIdx.x;
+            values[k] = {values[k].x + more[k].x, values[k].y + more[k].y, values[k].z + more[k].z,
+                         values[k].w + more[k].w};
             if (quad < quads) {
-                const float4 more = read(added + quad);
-                values[k] = {values[k].x + more.x, values[k].y + more.y, values[k].z + more.z, values[k].w + more.w};
                 write(own + quad, values[k]);
             }
         }
@@ -36,24 +41,48 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   wide_out ? wide_out + row * wide_stride : nullptr, overflows ? overflows + row : nullptr, scratch);
 }
 
-// x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride; a warp takes a head.
-// y = x / sqrt(mean(x^2) + eps) * weight * silu(gate), fp16 [T, heads * 128].
+// x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride.
+// y = x / sqrt(mean(x^2) + eps) * weight * silu(gate), fp16 [T, heads * 128]. A warp takes kEach heads, which it asks for
+// at once. Grid: (T, heads / (warps * kEach) rounded up).
+template <int kEach>
+__device__ __forceinline__ void gated(const float *x, const float *gate, int gate_stride, const float *weight,
+                                      unsigned short *out, int *overflows, int heads, float eps) {
+    const size_t row = blockIdx.x;
+    const int lane = threadIdx.x % 32, first = (blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32) * kEach;
+    const float4 w = read(reinterpret_cast<const float4 *>(weight) + lane);
+    take_over();
+    float4 v[kEach], z[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int head = first + i;
+        v[i] = z[i] = {};
+        if (head < heads) {
+            v[i] = stream(reinterpret_cast<const float4 *>(x) + (row * heads + head) * 32 + lane);
+            z[i] = stream(reinterpret_cast<const float4 *>(gate + row * gate_stride) + head * 32 + lane);
+        }
+    }
+    int overflowed = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int head = first + i;
+        const float inverse = 1.0f / sqrtf(warp_sum(dot(v[i], v[i])) / 128 + eps);
+        const uint2 packed = {
+            staged_pair(v[i].x * inverse * w.x * silu(z[i].x), v[i].y * inverse * w.y * silu(z[i].y), overflowed),
+            staged_pair(v[i].z * inverse * w.z * silu(z[i].z), v[i].w * inverse * w.w * silu(z[i].w), overflowed)};
+        if (head < heads) {
+            write(reinterpret_cast<uint2 *>(out) + (row * heads + head) * 32 + lane, packed);
+        }
+    }
+    count_overflows(overflowed, overflows ? overflows + row : nullptr);
+}
+
 extern "C" __global__ void gated_rms_norm(const float *x, const float *gate, int gate_stride, const float *weight,
                                           unsigned short *out, int *overflows, int heads, float eps) {
-    __shared__ float scratch[32];
-    const size_t row = blockIdx.x;
-    const int lane = threadIdx.x % 32;
-    const float4 w = read(reinterpret_cast<const float4 *>(weight) + lane);
-    int overflowed = 0;
-    for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
-        const float4 v = read(reinterpret_cast<const float4 *>(x) + (row * heads + head) * 32 + lane);
-        const float4 z = read(reinterpret_cast<const float4 *>(gate + row * gate_stride) + head * 32 + lane);
-        const float inverse = 1.0f / sqrtf(warp_sum(dot(v, v)) / 128 + eps);
-        const uint2 packed = {staged_pair(v.x * inverse * w.x * silu(z.x), v.y * inverse * w.y * silu(z.y), overflowed),
-                              staged_pair(v.z * inverse * w.z * silu(z.z), v.w * inverse * w.w * silu(z.w), overflowed)};
-        write(reinterpret_cast<uint2 *>(out) + (row * heads + head) * 32 + lane, packed);
-    }
-    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+    gated<1>(x, gate, gate_stride, weight, out, overflows, heads, eps);
+}
+extern "C" __global__ void gated_rms_norm_many(const float *x, const float *gate, int gate_stride, const float *weight,
+                                               unsigned short *out, int *overflows, int heads, float eps) {
+    gated<3>(x, gate, gate_stride, weight, out, overflows, heads, eps);
 }
 
 // x: FP32 [T, heads, dim]; gate: element d of head h at gate + t * gate_stride + h * head_stride + d.
@@ -61,7 +90,6 @@ extern "C" __global__ void gated_rms_norm(const float *x, const float *gate, int
 extern "C" __global__ void __launch_bounds__(kThreads)
     output_gate(const float *x, const float *gate, int gate_stride, int head_stride, unsigned short *out,
                 int *overflows, int heads, int dim) {
-    __shared__ float scratch[kThreads / 32];
     const size_t row = blockIdx.x;
     const int quads = heads * dim / 4;
     int overflowed = 0;
@@ -73,42 +101,56 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                               staged_pair(v.z * sigmoid(g.z), v.w * sigmoid(g.w), overflowed)};
         write(reinterpret_cast<uint2 *>(out) + row * quads + quad, packed);
     }
-    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+    count_overflows(overflowed, overflows ? overflows + row : nullptr);
 }
 
+// Eight values of a table, from eight times `index` on.
 struct Bfloat {
-    __device__ static float4 quad(const void *table, size_t index) {
-        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
-        return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
-                __uint_as_float(bits.y & 0xFFFF0000u)};
+    __device__ static void eight(const void *table, size_t index, float4 (&values)[2]) {
+        const uint4 bits = stream(static_cast<const uint4 *>(table) + index);
+        const auto both = [](unsigned a, unsigned b) -> float4 {
+            return {__uint_as_float(a << 16), __uint_as_float(a & 0xFFFF0000u), __uint_as_float(b << 16),
+                    __uint_as_float(b & 0xFFFF0000u)};
+        };
+        values[0] = both(bits.x, bits.y);
+        values[1] = both(bits.z, bits.w);
     }
 };
 struct Half {
-    __device__ static float4 quad(const void *table, size_t index) {
-        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
-        return {half_value(bits.x & 0xFFFF), half_value(bits.x >> 16), half_value(bits.y & 0xFFFF),
-                half_value(bits.y >> 16)};
+    __device__ static void eight(const void *table, size_t index, float4 (&values)[2]) {
+        const uint4 bits = stream(static_cast<const uint4 *>(table) + index);
+        const auto both = [](unsigned a, unsigned b) -> float4 {
+            return {half_value(a & 0xFFFF), half_value(a >> 16), half_value(b & 0xFFFF), half_value(b >> 16)};
+        };
+        values[0] = both(bits.x, bits.y);
+        values[1] = both(bits.z, bits.w);
     }
 };
 struct Float {
-    __device__ static float4 quad(const void *table, size_t index) {
-        return read(static_cast<const float4 *>(table) + index);
+    __device__ static void eight(const void *table, size_t index, float4 (&values)[2]) {
+        values[0] = stream(static_cast<const float4 *>(table) + 2 * index);
+        values[1] = stream(static_cast<const float4 *>(table) + 2 * index + 1);
     }
 };
 
-// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN.
+// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN. Grid: (T,
+// columns / 8 by threads).
 template <class Stored>
-__device__ void embed(const int *tokens, const void *table, float *out, int rows, int columns) {
-    const int token = read(tokens + blockIdx.x);
-    const int quads = columns / 4;
-    const float missing = __uint_as_float(0x7FC00000u);
-    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
-        float4 values = {missing, missing, missing, missing};
-        if (token >= 0 && token < rows) {
-            values = Stored::quad(table, static_cast<size_t>(token) * quads + quad);
-        }
-        write(reinterpret_cast<float4 *>(out) + static_cast<size_t>(blockIdx.x) * quads + quad, values);
+__device__ __forceinline__ void embed(const int *tokens, const void *table, float *out, int rows, int columns) {
+    take_over();
+    const int token = read(tokens + blockIdx.x), eights = columns / 8;
+    const int eight = blockIdx.y * blockDim.x + threadIdx.x;
+    if (eight >= eights) {
+        return;
     }
+    const float missing = __uint_as_float(0x7FC00000u);
+    float4 values[2] = {{missing, missing, missing, missing}, {missing, missing, missing, missing}};
+    if (token >= 0 && token < rows) {
+        Stored::eight(table, static_cast<size_t>(token) * eights + eight, values);
+    }
+    float4 *to = reinterpret_cast<float4 *>(out) + 2 * (static_cast<size_t>(blockIdx.x) * eights + eight);
+    write(to, values[0]);
+    write(to + 1, values[1]);
 }
 
 #define EMBED(name, Stored)                                                                                            \

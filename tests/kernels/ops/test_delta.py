@@ -31,14 +31,15 @@ class Layer:
         self.weights = DeltaWeights(
             data("normal", (channels, 4), rng, device) * 0.5, a_log, data("normal", (value_heads,), rng, device) - 3
         )
-        self.projection = data(kind, (tokens, channels + value_heads * HEAD + 2 * value_heads), rng, device)
+        width = channels + value_heads * HEAD + -(-2 * value_heads // 4) * 4  # rows start at multiples of 16 bytes
+        self.projection = data(kind, (tokens, width), rng, device)
         self.state = data("normal", (1, value_heads, HEAD, HEAD), rng, device)
         self.history = data("normal", (3, channels), rng, device)
 
     def parts(self, rows):
         w = self.weights
         split = [w.channels, w.value_heads * HEAD, w.value_heads, w.value_heads]
-        mixed, _, b, a = self.projection[rows].split(split, dim=1)
+        mixed, _, b, a, *_ = self.projection[rows].split([*split, self.projection.shape[1] - sum(split)], dim=1)
         return mixed, a, b
 
     def memory(self, lanes=1, lane=0):
