@@ -10,7 +10,7 @@
 constexpr int kSteps = 2 * kMaxTokens; // accepted tokens of the last round, then those of this one
 constexpr int kLanesRow = 8;           // lanes that share a row of the state
 constexpr int kRowQuads = kQuads / kLanesRow; // float4 of a row that a lane holds
-constexpr int kWarps = 8;              // of a block in decoding: each prepares a token at a time
+constexpr int kWarps = 8;              // of a block in decoding: two prepare a token, one its query, one its key
 constexpr int kBlockRows = 32 * kWarps / kLanesRow;
 #if __CUDA_ARCH__ >= 900
 constexpr bool kOverlaps = true; // what the last round left is dealt with while the launch before still runs
@@ -110,34 +110,34 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
 
     const int channels = (2 * key_heads + value_heads) * kHead, width = row_width(channels, value_heads);
     const int ratio = value_heads / key_heads;
-    const int query_channel = head / ratio * kHead + 4 * lane, key_channel = query_channel + key_heads * kHead;
+    const bool takes_key = warp % 2, keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read them
+    const int channel = ((takes_key ? key_heads : 0) + head / ratio) * kHead + 4 * lane;
     const int value_channel = (2 * key_heads + head) * kHead + block_row + lane;
-    const bool keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read these queries and keys
     const size_t half = static_cast<size_t>(kRowsKept) * width;
     const float *old_rows = rows + (static_cast<size_t>(turn) * all_lanes + lane_index) * half;
     float *new_rows = rows + (static_cast<size_t>(1 - turn) * all_lanes + lane_index) * half;
-    float4 query_taps[4], key_taps[4];
+    float4 taps[4];
     const float4 *all_taps = reinterpret_cast<const float4 *>(weight);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        query_taps[i] = read(all_taps + query_channel + i);
-        key_taps[i] = read(all_taps + key_channel + i);
+        taps[i] = read(all_taps + channel + i);
     }
     const float4 value_taps = read(all_taps + value_channel);
     const float rate = -expf(read(a_log + head)), bias = read(dt_bias + head);
 
     const auto four = [](const float *from) { return read(reinterpret_cast<const float4 *>(from)); };
-    const auto keep_row = [&](int row, float4 query, float4 key, float value) {
+    const auto keep_row = [&](int row, float4 own, float value) {
         float *to = new_rows + static_cast<size_t>(row) * width;
         if (keeps) {
-            write(reinterpret_cast<float4 *>(to + query_channel), query);
-            write(reinterpret_cast<float4 *>(to + key_channel), key);
+            write(reinterpret_cast<float4 *>(to + channel), own);
         }
-        write(to + value_channel, value);
+        if (!takes_key) {
+            write(to + value_channel, value);
+        }
     };
-    if (warp < kKept) { // the last inputs before this round's tokens
-        const float *from = old_rows + static_cast<size_t>(before + warp) * width;
-        keep_row(warp, four(from + query_channel), four(from + key_channel), read(from + value_channel));
+    if (warp / 2 < kKept) { // the last inputs before this round's tokens
+        const float *from = old_rows + static_cast<size_t>(before + warp / 2) * width;
+        keep_row(warp / 2, four(from + channel), read(from + value_channel));
     }
     const auto keep_state = [&] {
 #pragma unroll
@@ -158,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
             taken_over = true;
         }
 #pragma unroll 1
-        for (int step = begin + warp; step < end; step += kWarps) {
-            float4 query[4], key[4];
+        for (int step = begin + warp / 2; step < end; step += kWarps / 2) {
+            float4 in[4];
             float value[4];
 #pragma unroll
             for (int tap = 0; tap < 4; ++tap) {
@@ -167,8 +167,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
                 const float *from = i < kKept + before
                                         ? old_rows + static_cast<size_t>(i) * width
                                         : x + static_cast<size_t>(first + i - kKept - before) * x_stride;
-                query[tap] = four(from + query_channel);
-                key[tap] = four(from + key_channel);
+                in[tap] = four(from + channel);
                 value[tap] = read(from + value_channel);
             }
             const int token = step - before;
@@ -177,13 +176,15 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
             const float a = token < 0 ? read(kept) : read(x_a + row);
             const float b = token < 0 ? read(kept + value_heads) : read(x_b + row);
             if (token >= 0) {
-                keep_row(kKept + token, query[3], key[3], value[3]);
+                keep_row(kKept + token, in[3], value[3]);
             }
-            const float4 q = convolved_four(query, query_taps), k = convolved_four(key, key_taps);
-            queries[step][lane] = scaled(q, kQueryScale / sqrtf(warp_sum(dot(q, q)) + eps));
-            keys[step][lane] = scaled(k, 1.0f / sqrtf(warp_sum(dot(k, k)) + eps));
-            values[step][lane] = convolved(value[0], value[1], value[2], value[3], value_taps);
-            if (lane == 0) {
+            const float4 y = convolved_four(in, taps);
+            (takes_key ? keys : queries)[step][lane] =
+                scaled(y, (takes_key ? 1.0f : kQueryScale) / sqrtf(warp_sum(dot(y, y)) + eps));
+            if (!takes_key) {
+                values[step][lane] = convolved(value[0], value[1], value[2], value[3], value_taps);
+            }
+            if (takes_key && lane == 0) {
                 decay[step] = expf(rate * softplus(a + bias));
                 strength[step] = sigmoid(b);
                 if (token >= 0 && blockIdx.x == 0) {
