@@ -20,7 +20,7 @@ Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
 OVERLAPPING = 90  # the first architecture on which a launch may begin before the one before it has ended
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
-_overlapping: ContextVar[bool] = ContextVar("overlapping", default=True)
+_overlapping: ContextVar[bool] = ContextVar("overlapping", default=False)
 
 
 def arches_for(capability: tuple[int, int]) -> list[str]:
@@ -48,9 +48,12 @@ def forced_arch(arch: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def overlapping(allowed: bool) -> Iterator[None]:
-    """Within it, launches that could overlap do so, or wait for one another (the same bits, later)."""
-    token = _overlapping.set(allowed)
+def overlapping(wanted: bool = True) -> Iterator[None]:
+    """Within it, launches that can begin before the one before has ended do so (the same bits, sooner); else none does.
+
+    Meant for work that is captured: such a launch takes the host longer.
+    """
+    token = _overlapping.set(wanted)
     try:
         yield
     finally:
@@ -90,8 +93,9 @@ class Module:
     ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
-        `shared_bytes`: dynamic shared memory a block, above 48 KB too. `overlap`: where card and code can, it begins before
-        the launch before it has ended; the kernel must call `await_previous`. Raises EnvironmentFault if the driver refuses.
+        `shared_bytes`: dynamic shared memory a block, above 48 KB too. `overlap`: within `overlapping`, where card and code can,
+        it begins before the launch before it has ended; the kernel must call `await_previous` on every way to its end.
+        Raises EnvironmentFault if the driver refuses.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         values = [_as_ctypes(item) for item in arguments]

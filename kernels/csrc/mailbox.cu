@@ -189,7 +189,7 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
 
 // One block a row: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
 // part: fp16 [T, columns]; x: FP32 [T, columns], one row every x_stride; half_out: fp16 likewise.
-extern "C" __global__ void __launch_bounds__(kRowThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
                         unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
     __shared__ float scratch[kRowThreads / 32];

@@ -14,7 +14,7 @@ import torch
 
 from duovolt.kernels import checks
 from duovolt.kernels.build import CSRC
-from duovolt.kernels.module import PORTABLE, forced_arch
+from duovolt.kernels.module import PORTABLE, forced_arch, overlapping
 
 FIBERS = Path(__file__).with_name("fibers.hpp")
 REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh", "warp_product.cuh")  # their instructions are the emulator's
@@ -125,8 +125,9 @@ def place(
     elif kind == "portable":  # what a V100 runs
         with forced_arch(PORTABLE):
             yield torch.device("cuda", 0)
-    else:
-        yield torch.device("cuda", 0)
+    else:  # and launches overlap, as in a captured round
+        with overlapping():
+            yield torch.device("cuda", 0)
 
 
 @pytest.fixture(params=["volta", *ON_GPU])
