@@ -19,7 +19,7 @@ from duovolt.kernels.module import PORTABLE, forced_arch, overlapping
 FIBERS = Path(__file__).with_name("fibers.hpp")
 REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh", "warp_product.cuh")  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
-ARCHES = {"volta": 700, "ampere": 800}
+ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
 KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  # written out, or made by a macro
 
@@ -136,7 +136,13 @@ def device(request, emulated, monkeypatch) -> Iterator[torch.device]:
     yield from place(request.param, emulated, monkeypatch)
 
 
-@pytest.fixture(params=[*ARCHES, *ON_GPU])
+@pytest.fixture(params=["volta", "hopper", *ON_GPU])
+def overlapping_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
+    """As `device`, for kernels that go another way where launches overlap."""
+    yield from place(request.param, emulated, monkeypatch)
+
+
+@pytest.fixture(params=["volta", "ampere", *ON_GPU])
 def tensor_core_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
     """As `device`, for kernels whose source chooses a tensor-core product by architecture."""
     yield from place(request.param, emulated, monkeypatch)
