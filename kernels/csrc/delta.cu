@@ -178,15 +178,17 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
             if (token >= 0) {
                 keep_row(kKept + token, in[3], value[3]);
             }
+            // What half of the warps do for nothing costs less than the branches that would spare them.
+            const float growth = expf(rate * softplus(a + bias)), beta = sigmoid(b);
+            const float moved = convolved(value[0], value[1], value[2], value[3], value_taps);
             const float4 y = convolved_four(in, taps);
             (takes_key ? keys : queries)[step][lane] =
-                scaled(y, (takes_key ? 1.0f : kQueryScale) / sqrtf(warp_sum(dot(y, y)) + eps));
+                scaled(y, (takes_key ? 1.0f : kQueryScale) * fast_inverse_root(warp_sum(dot(y, y)) + eps));
             if (!takes_key) {
-                values[step][lane] = convolved(value[0], value[1], value[2], value[3], value_taps);
-            }
-            if (takes_key && lane == 0) {
-                decay[step] = expf(rate * softplus(a + bias));
-                strength[step] = sigmoid(b);
+                values[step][lane] = moved;
+            } else if (lane == 0) {
+                decay[step] = growth;
+                strength[step] = beta;
                 if (token >= 0 && blockIdx.x == 0) {
                     float *to = new_rows + static_cast<size_t>(kKept + token) * width + channels + head;
                     write(to, a);
@@ -256,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(32 * kRunWarps)
         float4 y = convolved_four(in, taps);
         if (head < 2 * key_heads) {
             const float factor = head < key_heads ? kQueryScale : 1.0f;
-            y = scaled(y, factor / sqrtf(warp_sum(dot(y, y)) + eps));
+            y = scaled(y, factor * fast_inverse_root(warp_sum(dot(y, y)) + eps));
         }
         write(reinterpret_cast<float4 *>(convolved_out + static_cast<size_t>(token) * channels + channel), y);
         in[0] = in[1];

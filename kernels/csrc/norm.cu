@@ -65,12 +65,11 @@ __device__ __forceinline__ void gated(const float *x, const float *gate, int gat
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int head = first + i;
-        const float inverse = 1.0f / sqrtf(warp_sum(dot(v[i], v[i])) / 128 + eps);
-        const uint2 packed = {
-            staged_pair(v[i].x * inverse * w.x * silu(z[i].x), v[i].y * inverse * w.y * silu(z[i].y), overflowed),
-            staged_pair(v[i].z * inverse * w.z * silu(z[i].z), v[i].w * inverse * w.w * silu(z[i].w), overflowed)};
+        const float inverse = fast_inverse_root(warp_sum(dot(v[i], v[i])) / 128 + eps);
+        const float4 y = {v[i].x * inverse * w.x * silu(z[i].x), v[i].y * inverse * w.y * silu(z[i].y),
+                          v[i].z * inverse * w.z * silu(z[i].z), v[i].w * inverse * w.w * silu(z[i].w)};
         if (head < heads) {
-            write(reinterpret_cast<uint2 *>(out) + (row * heads + head) * 32 + lane, packed);
+            write(reinterpret_cast<uint2 *>(out) + (row * heads + head) * 32 + lane, staged_four(y, overflowed));
         }
     }
     count_overflows(overflowed, overflows ? overflows + row : nullptr);
@@ -97,9 +96,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int head = quad * 4 / dim, d = quad * 4 % dim;
         const float4 v = read(reinterpret_cast<const float4 *>(x) + row * quads + quad);
         const float4 g = read(reinterpret_cast<const float4 *>(gate + row * gate_stride + head * head_stride + d));
-        const uint2 packed = {staged_pair(v.x * sigmoid(g.x), v.y * sigmoid(g.y), overflowed),
-                              staged_pair(v.z * sigmoid(g.z), v.w * sigmoid(g.w), overflowed)};
-        write(reinterpret_cast<uint2 *>(out) + row * quads + quad, packed);
+        const float4 y = {v.x * sigmoid(g.x), v.y * sigmoid(g.y), v.z * sigmoid(g.z), v.w * sigmoid(g.w)};
+        write(reinterpret_cast<uint2 *>(out) + row * quads + quad, staged_four(y, overflowed));
     }
     count_overflows(overflowed, overflows ? overflows + row : nullptr);
 }

@@ -25,23 +25,41 @@ __device__ __forceinline__ void normalise_row(const float4 (&values)[kRowQuads],
     for (int warp = 1; warp < blockDim.x / 32; ++warp) {
         total += scratch[warp];
     }
-    const float inverse = 1.0f / sqrtf(total / (4 * quads) + eps);
-    int overflowed = 0;
+    const float inverse = fast_inverse_root(total / (4 * quads) + eps);
+    float4 y[kRowQuads];
+    float largest = 0; // passes over NaN
+#pragma unroll
+    for (int k = 0; k < kRowQuads; ++k) {
+        const float4 v = values[k], w = weights[k];
+        y[k] = {v.x * inverse * (1.0f + w.x), v.y * inverse * (1.0f + w.y), v.z * inverse * (1.0f + w.z),
+                v.w * inverse * (1.0f + w.w)};
+        largest = fmaxf(largest, largest_of(y[k]));
+    }
+    if (wide_out) {
+#pragma unroll
+        for (int k = 0; k < kRowQuads; ++k) {
+            const int quad = k * blockDim.x + threadIdx.x;
+            if (quad < quads) {
+                write(reinterpret_cast<float4 *>(wide_out) + quad, y[k]);
+            }
+        }
+    }
+    if (!half_out) {
+        return;
+    }
+    if (largest > kLargestHalf) { // seldom
+        int overflowed = 0;
+#pragma unroll
+        for (int k = 0; k < kRowQuads; ++k) {
+            y[k] = staged(y[k], overflowed);
+        }
+        count_overflows(overflowed, overflows);
+    }
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * blockDim.x + threadIdx.x;
         if (quad < quads) {
-            const float4 w = weights[k];
-            const float4 y = {values[k].x * inverse * (1.0f + w.x), values[k].y * inverse * (1.0f + w.y),
-                              values[k].z * inverse * (1.0f + w.z), values[k].w * inverse * (1.0f + w.w)};
-            if (wide_out) {
-                write(reinterpret_cast<float4 *>(wide_out) + quad, y);
-            }
-            if (half_out) {
-                const uint2 packed = {staged_pair(y.x, y.y, overflowed), staged_pair(y.z, y.w, overflowed)};
-                write(reinterpret_cast<uint2 *>(half_out) + quad, packed);
-            }
+            write(reinterpret_cast<uint2 *>(half_out) + quad, uint2{half_pair(y[k].x, y[k].y), half_pair(y[k].z, y[k].w)});
         }
     }
-    count_overflows(overflowed, overflows);
 }

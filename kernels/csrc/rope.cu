@@ -180,7 +180,7 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
             for (int i = 0; i < kOwn; ++i) {
                 squares += v[i] * v[i];
             }
-            float inverse = 1.0f / sqrtf(warp_sum(squares) / kDim + eps);
+            float inverse = fast_inverse_root(warp_sum(squares) / kDim + eps);
             inverse *= Store::kTurned ? kTurnScale : 1.0f; // a power of two: where it is applied does not matter
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
