@@ -36,7 +36,7 @@ FACTS = ".duovolt.facts"  # what a stage keeps for whoever resumes it
 TEMPORARY = ".duovolt-tmp"
 READ_AGAIN = 1 << 20  # bytes
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
-NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding rubbish raises
+NO_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)  # what decoding rubbish raises
 WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
 
 _events = 0
@@ -362,7 +362,8 @@ class StageDirectory:
                 pass
             try:
                 mark = msgspec.json.decode(line, type=Mark)
-                self._marks.setdefault(mark.part, []).append(mark)
+                if mark.part and Path(mark.part).name == mark.part:  # a file of this directory
+                    self._marks.setdefault(mark.part, []).append(mark)
             except NO_JSON:
                 continue
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 
 EXAMPLE = """examples:
@@ -75,23 +76,12 @@ def run(args: argparse.Namespace) -> int:
         if "," not in args.devices or args.twin:
             return _measure(args)
         devices = [int(word) for word in args.devices.split(",")]
-        from ..perf.pair import twin, way_between
+        from ..perf.pair import twin, way_between, words_of
 
         args.tp, args.way = 2, way_between(args.collective, devices).argument
-        with twin(_words(args)) as name:
+        with twin(words_of("engine", args)) as name:
             args.twin = name
             return _measure(args, rank=0)
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The same measurement, as words for the second rank."""
-    words = ["bench", "engine", "--quiet"]
-    for name, value in vars(args).items():
-        if name in ("what", "command", "quiet", "debug", "json", "twin") or value is None or value is False:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        words += [option] if value is True else [option, *map(str, value if isinstance(value, list) else [value])]
-    return words
 
 
 def _measure(args: argparse.Namespace, rank: int = 1) -> int:
@@ -308,15 +298,21 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--lanes are from 1 to 4, --drafts from 0 to 5.")
     if not all(64 <= n <= 1 << 20 for n in [*args.contexts, *args.prefill]) or not 10 <= args.rounds <= 10_000:
         raise InputError("--contexts and --prefill are from 64 to 1048576 tokens, --rounds from 10 to 10000.")
-    if not 1 <= args.chunk <= 1 << 16 or args.collective_us < 0 or args.draft_rows < 0:
-        raise InputError("--chunk is from 1 to 65536, --collective-us and --draft-rows are not negative.")
+    if (
+        not 1 <= args.chunk <= 1 << 16
+        or not 0 <= args.collective_us < 1e6
+        or min(args.draft_rows, args.draft_window) < 0
+    ):
+        raise InputError(
+            "--chunk is from 1 to 65536, --collective-us below a second, none of these, --draft-rows and --draft-window "
+            "negative."
+        )
     numbers = args.devices.split(",")
     if args.devices != "cpu" and (not all(word.isdecimal() for word in numbers) or len(numbers) > 2):
         raise InputError(
             f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
         )
-    if args.json is not None and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
+    require_report_place(args.json, [args.dir])
 
 
 def _round_line(row: dict[str, Any]) -> str:

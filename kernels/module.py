@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
@@ -21,6 +22,7 @@ PORTABLE = "compute_70"
 OVERLAPPING = 90  # the first architecture on which a launch may begin before the one before it has ended
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
 _overlapping: ContextVar[bool] = ContextVar("overlapping", default=False)
+_launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
 
 
 def arches_for(capability: tuple[int, int]) -> list[str]:
@@ -58,6 +60,17 @@ def overlapping(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         _overlapping.reset(token)
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """Launches of this thread within it, by the architecture whose code ran: what was run, not what was asked for."""
+    found: Counter[str] = Counter()
+    token = _launches.set(found)
+    try:
+        yield found
+    finally:
+        _launches.reset(token)
 
 
 class Module:
@@ -112,6 +125,8 @@ class Module:
             else:
                 where = (*grid, threads, 1, 1, shared_bytes, stream)
                 self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
+            if (counter := _launches.get()) is not None:
+                counter[self.arch] += 1
         finally:
             self._call("cuCtxPopCurrent")
 

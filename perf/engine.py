@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -108,25 +109,31 @@ class Bench:
     def rounds(self, depth: int, lanes: int, drafts: int, count: int, profile: bool = True) -> RoundFigures:
         """`count` timed rounds of `lanes` lanes from `depth` on, each of which keeps `drafts` drafts and one more."""
         steps = WARM_ROUNDS + count + (PROFILED_ROUNDS + 2 if profile else 0)
-        opened = [self._at(number, depth, drafts, steps) for number in range(lanes)]
-        try:
+        with self.opened(depth, lanes, drafts, steps) as opened:
             for _ in range(WARM_ROUNDS):
-                self._round(opened)
+                self.round(opened)
             times = []
             for _ in range(count):
                 begun = time.perf_counter()
-                self._round(opened)
+                self.round(opened)
                 times.append((time.perf_counter() - begun) * 1e3)
             seen = self._profile(opened) if profile else Breakdown()
-        finally:
-            for lane in opened:
-                self.executor.close(lane)
-            self._settle()
         times.sort()
         tenth = len(times) // 10
         return RoundFigures(
             depth, lanes, drafts, statistics.median(times), times[tenth], times[-1 - tenth], count, seen
         )
+
+    @contextmanager
+    def opened(self, depth: int, lanes: int, drafts: int, steps: int) -> Iterator[list[Lane]]:
+        """Lanes at `depth`, with room for `steps` rounds that keep `drafts` drafts each."""
+        opened = [self._at(number, depth, drafts, steps) for number in range(lanes)]
+        try:
+            yield opened
+        finally:
+            for lane in opened:
+                self.executor.close(lane)
+            self._settle()
 
     def prefill(self, tokens: int, chunk: int, seed: int = 0) -> PrefillFigures:
         """Read a random prompt and draw a token."""
@@ -167,7 +174,8 @@ class Bench:
         pages = range(number * self._share, number * self._share + min(self._share, pages_for(len(prompt) + limit + 8)))
         return Lane(number, request, limit, list(pages))
 
-    def _round(self, lanes: list[Lane]) -> None:
+    def round(self, lanes: list[Lane]) -> None:
+        """One round; the lanes take what it made."""
         for lane, outcome in zip(lanes, self.executor.round(lanes), strict=True):
             if outcome.fault is not None:
                 raise EnvironmentFault(f"a round at {lane.length} tokens: {outcome.fault}")
@@ -178,10 +186,10 @@ class Bench:
         """Kernels of some rounds, by the profiler: it makes short kernels look longer, so it has a pass of its own."""
         from torch.profiler import ProfilerActivity, profile
 
-        self._round(lanes)
+        self.round(lanes)
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             for _ in range(PROFILED_ROUNDS):
-                self._round(lanes)
+                self.round(lanes)
         spans = sorted(_spans(recorded.events()))
         return breakdown(spans, PROFILED_ROUNDS)
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from ..checkpoint.manifest import has_manifest
-from ..kernels.module import forced_arch
+from ..kernels.build import options
+from ..kernels.module import counted_launches, forced_arch
 from ..runtime.engine.cache import Cache
 from ..runtime.engine.cuda.executor import CudaExecutor
 from ..runtime.engine.cuda.fitness import check_fitness
@@ -44,6 +46,29 @@ class Row:
     worst_relative: float
 
 
+@dataclass(frozen=True)
+class Run:
+    """`layers`: each layer's output, float32 [T, hidden] on the CPU; `launches`: of our kernels, by architecture of code."""
+
+    layers: list[Tensor] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def code(self) -> str:
+        """What ran, in words."""
+        return ", ".join(f"{count} launches of {arch} code" for arch, count in sorted(self.launches.items())) or "torch"
+
+
+def check_arch(arch: str | None, backend: str, devices: list[torch.device]) -> None:
+    """Raises InputError for code of an architecture that there is none of, or where no kernel would run."""
+    if arch is None:
+        return
+    options(arch)
+    if backend != "cuda" or devices[0].type != "cuda":
+        where = f"on {devices[0]}" if backend == "cuda" else f"with the {backend} backend"
+        raise InputError(f"code of {arch} was asked for, but {where} no kernel runs: its torch reference does.")
+
+
 def directories_of(path: Path) -> list[Path]:
     """A model's directories in rank order: one of any stage, or the ranks in a folder. Raises InputError."""
     if has_manifest(path) or (path / "config.json").exists():
@@ -58,8 +83,9 @@ def outputs(
     devices: list[torch.device],
     kv: str = "int8",
     arch: str | None = None,
-) -> list[Tensor]:
-    """Each layer's output, float32 [T, hidden] on the CPU, for a prompt of `tokens` read in chunks.
+    chunk: int = CHUNK,
+) -> Run:
+    """What rank 0's layers give for a prompt of `tokens` read in chunks of `chunk`.
 
     Ranks run as threads of this process, over the CPU mailbox; `devices`: one a rank, of the cuda backend; `arch`: code of
     its kernels, None: the card's own. Raises InputError for directories that are not the ranks of one split, and what
@@ -67,19 +93,22 @@ def outputs(
     """
     if backend not in BACKENDS:
         raise InputError(f"backend {backend!r}: {' or '.join(BACKENDS)}.")
+    check_arch(arch, backend, devices)
     if len(directories) > 2:
         raise InputError(f"{len(directories)} ranks: at most 2 are run side by side.")
     region = Region(bytearray(region_bytes()))
-    found: list[list[Tensor]] = [[] for _ in directories]
+    found = [Run() for _ in directories]
     faults: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
             mailbox = Mailbox(region, rank, _TWIN_SECONDS) if len(directories) == 2 else None
             code = contextlib.nullcontext() if arch is None else forced_arch(arch)
-            with torch.inference_mode(), code:
+            with torch.inference_mode(), code, counted_launches() as launches:
                 run = _reference if backend == "reference" else _cuda
-                run(directories[rank], tokens, devices[rank % len(devices)], kv, mailbox, _keeping(found[rank]))
+                device = devices[rank % len(devices)]
+                run(directories[rank], tokens, device, kv, chunk, mailbox, _keeping(found[rank].layers))
+            found[rank].launches.update(launches)
         except BaseException as fault:  # told by the caller's thread
             faults.append(fault)
 
@@ -124,6 +153,7 @@ def _reference(
     tokens: list[int],
     device: torch.device,
     kv: str,
+    chunk: int,
     mailbox: Mailbox | None,
     observe: Callable[[int, Tensor], None],
 ) -> None:
@@ -131,8 +161,8 @@ def _reference(
     model = Model(weights, SoloCollective() if mailbox is None else MailboxCollective(mailbox), count)
     model.observe = observe
     cache = Cache.for_one(weights, count)
-    for start in range(0, count, CHUNK):
-        here = tokens[start : start + CHUNK]
+    for start in range(0, count, chunk):
+        here = tokens[start : start + chunk]
         rope = torch.arange(start, start + len(here)).expand(3, -1)
         model.forward(Batch(torch.tensor(here), [Segment(0, start, len(here))], rope, by_rows=False), cache)
         cache.lengths[0] = start + len(here)
@@ -143,6 +173,7 @@ def _cuda(
     tokens: list[int],
     device: torch.device,
     kv: str,
+    chunk: int,
     mailbox: Mailbox | None,
     observe: Callable[[int, Tensor], None],
 ) -> None:
@@ -159,7 +190,7 @@ def _cuda(
     request = GenerateRequest(1, tokens, 1, [], True, SamplingParams(temperature=0.0))
     lane = Lane(0, request, 1, list(range(executor.pages)))
     executor.open(lane)
-    for start in range(0, len(tokens), CHUNK):
-        executor.prefill(lane, start, min(CHUNK, len(tokens) - start))
-        lane.read = min(start + CHUNK, len(tokens))
+    for start in range(0, len(tokens), chunk):
+        executor.prefill(lane, start, min(chunk, len(tokens) - start))
+        lane.read = min(start + chunk, len(tokens))
     executor.close(lane)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import subprocess
 import sys
@@ -56,6 +57,23 @@ def twin(words: Sequence[str]) -> Iterator[str]:
     if child.returncode:
         last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise EnvironmentFault(f"the second rank ended with exit code {child.returncode}: {last[0]}")
+
+
+def words_of(what: str, args: argparse.Namespace, positional: Sequence[str] = ()) -> list[str]:
+    """`bench WHAT` with the same choices, as words for the second rank."""
+    words = ["bench", what, "--quiet"]
+    for name, value in vars(args).items():
+        if (
+            name in ("what", "command", "quiet", "debug", "json", "twin", *positional)
+            or value is None
+            or value is False
+        ):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [option, *map(str, value if isinstance(value, list) else [value])]
+    for name in positional:
+        words[2:2] = getattr(args, name)
+    return words
 
 
 def join(name: str, rank: int, way: Choice, device: torch.device) -> DeviceCollective:

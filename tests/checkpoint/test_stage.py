@@ -124,6 +124,24 @@ def test_a_journal_cut_off_in_its_first_line(tmp_path: Path) -> None:
         assert stage.resume("x") == {}
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"part": "/"}', b'{"part": ""}', b'{"part": "../x"}', b'{"part": "a\\u0000b"}', b'{"part": "."}', b'{"part": "..."}',
+        b'{"name": "x", "record": {"size": -1, "digest": ""}, "note": {}}', b'{"part": "x", "bytes": -5}', b"7", b"[" * 9000,
+    ],
+)  # fmt: skip
+def test_a_journal_of_rubbish_is_passed_over(tmp_path: Path, line: bytes) -> None:
+    with StageDirectory(tmp_path / "d", "first"):
+        pass
+    with (tmp_path / "d" / JOURNAL).open("ab") as handle:
+        handle.write(line + b"\n")
+    with StageDirectory(tmp_path / "d", "first") as stage:
+        stage.put("x", b"1")
+        assert stage.resume("x") is None, "an entry of this run is not an earlier one's"
+    assert (tmp_path / "d" / "x").read_bytes() == b"1" and not (tmp_path / "x").exists()
+
+
 def test_unfinished_is_refused_with_that_word(finished: Path) -> None:
     (finished / MANIFEST).unlink()
     with pytest.raises(InputError, match="unfinished"):

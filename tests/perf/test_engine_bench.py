@@ -16,6 +16,7 @@ from duovolt.perf.curve import READ, Point, Series
 from duovolt.perf.engine import Alone, Bench, breakdown, family_of, floor_of, prompt_operations
 from duovolt.perf.forecast_file import read_measured
 from duovolt.perf.ledger import Shape, ledger_of
+from duovolt.perf.pair import words_of
 from duovolt.perf.random_weights import random_weights
 from duovolt.perf.shapes import configuration
 from duovolt.perf.sheet import sheet_of
@@ -144,7 +145,7 @@ def test_the_second_rank_is_told_to_measure_the_same() -> None:
         "x.json",
     ]
     first = parser.parse_args(given)
-    words = bench_engine._words(first)
+    words = words_of("engine", first)
     assert words[:2] == ["bench", "engine"]
     second = parser.parse_args([*words[2:], "--twin", "name"])
     parted = {name for name, value in vars(first).items() if getattr(second, name) != value}

@@ -260,6 +260,22 @@ class CudaExecutor:
         """For measuring: so many drafts of every round stand, whatever the logits say; -1: as they say."""
         self.state.forced[lane.index] = accepted
 
+    @torch.inference_mode()
+    def feed(self, lane: Lane, length: int, tokens: list[int]) -> Tensor:
+        """For measuring: a round that reads exactly `tokens`, 1 to 6, behind `length` others: logits float32 [T, V]."""
+        lanes, index = self.state.lanes, lane.index
+        lanes.lengths[index], lanes.prompts[index], lanes.kept[index] = length, 0, 1
+        lanes.limits[index] = len(lane.request.prompt) + lane.limit
+        lanes.next[index, 0] = tokens[0]
+        lane.read, lane.rounds, lane.forced = length, 0, [tokens[1:]]
+        self.force(lane, len(tokens) - 1)
+        flight = self._flights.start([lane])
+        flight.land()
+        self._link.check()
+        self._count(flight.overflows)
+        self._lengths[index] = length + len(tokens)
+        return self._flights.canvas.logits[: len(tokens)].clone()
+
     def _outcome(self, lane: Lane, flight: Flight) -> Outcome:
         flight.land()
         self._link.check()

@@ -37,7 +37,7 @@ class ChatApi:
         service = self._service
         body, stamp = await service.read(request, ChatBody), service.stamp(request)
         service.hub.check_room(body.n or 1)
-        plan = await service.workers.run(plan_chat, body, service.plan, service.defaults)
+        plan = await service.prepare(plan_chat, body, service.plan, service.defaults)
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         shape = ChatShape(answer, stamp, service.plan.tokenizer, bool(body.logprobs), with_usage)

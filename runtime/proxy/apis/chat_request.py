@@ -118,24 +118,26 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"{where}.tool_calls[{number}]: expected a function with a name", "messages")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = strict_json.parse(arguments or "{}")
-                strict_json.spell(arguments).encode()  # templates write them into the prompt
-            except UnicodeEncodeError as error:
-                raise bad_request(
-                    f"{where}.tool_calls[{number}]: arguments hold half of a surrogate pair, which is no character",
-                    "messages",
-                ) from error
-            except ValueError as error:
-                raise bad_request(
-                    f"{where}.tool_calls[{number}]: arguments are not JSON: {error}", "messages"
-                ) from error
-        if not isinstance(arguments, dict):
-            raise bad_request(f"{where}.tool_calls[{number}]: arguments must be a JSON object", "messages")
+        arguments = call_arguments(function.get("arguments", {}), f"{where}.tool_calls[{number}]", "messages")
         clean.append({**call, "function": {**function, "arguments": arguments}})
     return clean
+
+
+def call_arguments(arguments: Any, where: str, param: str) -> dict[str, Any]:
+    """A call's arguments as an object, which the API has as JSON text. Raises ApiError naming `where`."""
+    if isinstance(arguments, str):
+        try:
+            arguments = strict_json.parse(arguments or "{}")
+            strict_json.spell(arguments).encode()  # templates write them into the prompt
+        except UnicodeEncodeError as error:
+            raise bad_request(
+                f"{where}: arguments hold half of a surrogate pair, which is no character", param
+            ) from error
+        except ValueError as error:
+            raise bad_request(f"{where}: arguments are not JSON: {error}", param) from error
+    if not isinstance(arguments, dict):
+        raise bad_request(f"{where}: arguments must be a JSON object", param)
+    return arguments
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]]:

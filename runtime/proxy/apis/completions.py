@@ -38,8 +38,8 @@ class CompletionsApi:
     async def create(self, request: Request) -> Response:
         service = self._service
         body, stamp = await service.read(request, CompletionBody), service.stamp(request)
-        service.hub.check_room(body.n or 1)
-        plan = await service.workers.run(plan_completion, body, service.plan, service.defaults)
+        service.hub.check_room(len(_listed(body.prompt)) * (body.n or 1))
+        plan = await service.prepare(plan_completion, body, service.plan, service.defaults)
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         echoes = [one.prompt for one in plan.requests] if body.echo else None
@@ -80,9 +80,12 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
 
 
 def _prompts(prompt: str | list[Any], tokenizer: TextTokenizer, max_context: int) -> list[list[int]]:
-    if isinstance(prompt, str) or not any(isinstance(entry, str | list) for entry in prompt):
-        prompt = [prompt]
-    return [_prompt_ids(one, tokenizer, max_context) for one in prompt]
+    return [_prompt_ids(one, tokenizer, max_context) for one in _listed(prompt)]
+
+
+def _listed(prompt: str | list[Any]) -> list[Any]:
+    """The prompts of a body, one or several."""
+    return [prompt] if isinstance(prompt, str) or not any(isinstance(entry, str | list) for entry in prompt) else prompt
 
 
 def _prompt_ids(prompt: Any, tokenizer: TextTokenizer, max_context: int) -> list[int]:

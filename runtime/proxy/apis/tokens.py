@@ -24,7 +24,7 @@ class TokensApi:
         body = await self._service.read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        tokens = await self._service.workers.run(self._tokens_of, body)
+        tokens = await self._service.prepare(self._tokens_of, body)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._plan.max_context})
 
     async def detokenize(self, request: Request) -> Response:
