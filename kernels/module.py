@@ -121,7 +121,9 @@ class Module:
             if overlap and self._overlaps and _overlapping.get():
                 config = self._overlapped(grid, threads, shared_bytes)
                 config.hStream = stream
-                self._call("cuLaunchKernelEx", config, function, ctypes.addressof(pointers), 0, what=f"launching {name}")
+                self._call(
+                    "cuLaunchKernelEx", config, function, ctypes.addressof(pointers), 0, what=f"launching {name}"
+                )
             else:
                 where = (*grid, threads, 1, 1, shared_bytes, stream)
                 self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")

@@ -21,8 +21,8 @@ from .selftest import check_answers
 class CudaSettings(EngineSettings):
     """Choices of this backend beside those of every engine.
 
-    kv: `int8` or `fp16`; graphs: capture rounds; overlap: let their launches overlap; chunked_delta: prompts go through the delta rule 64 tokens at a time;
-    draft_window: tokens of context that drafting looks at, 0: all.
+    kv: `int8` or `fp16`; graphs: capture rounds; overlap: let their launches overlap; chunked_delta: prompts go through
+    the delta rule 64 tokens at a time; draft_window: tokens of context that drafting looks at, 0: all.
     """
 
     kv: str = "int8"
