@@ -21,7 +21,6 @@ _THREADS = 256
 _ROW_QUADS = 4  # float4 of a row that a thread holds
 _FEW = 64  # tokens
 _GATED_WARPS, _GATED_HEADS = 4, 3  # of a block; heads a warp where there are many tokens
-_EMBED_THREADS = 128
 _EMBED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -208,8 +207,9 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     """
     out = _checked_embed(tokens, table, out)
     name = f"embed_{_EMBED[table.dtype]}"
-    blocks = (tokens.shape[0], -(-table.shape[1] // (8 * _EMBED_THREADS)))
-    launch(SOURCE, name, blocks, _EMBED_THREADS, (tokens, table, out, *table.shape), table.device, overlap=True)
+    count, columns = tokens.shape[0], table.shape[1]
+    parts = -(-columns // (4 * _THREADS)) if count <= _FEW else 1
+    launch(SOURCE, name, (count, parts), _THREADS, (tokens, table, out, *table.shape), table.device, overlap=True)
     return out
 
 

@@ -10,53 +10,71 @@
 constexpr int kSteps = 2 * kMaxTokens; // accepted tokens of the last round, then those of this one
 constexpr int kLanesRow = 8;           // lanes that share a row of the state
 constexpr int kRowQuads = kQuads / kLanesRow; // float4 of a row that a lane holds
-constexpr int kWarps = 8;              // of a block in decoding: two prepare a token, one its query, one its key
-constexpr int kBlockRows = 32 * kWarps / kLanesRow;
+constexpr int kWarps = 4;              // of a block in decoding: each prepares a token at a time
+constexpr int kRowsLane = 2;           // rows that a lane holds parts of
+constexpr int kBlockRows = 32 * kWarps / kLanesRow * kRowsLane;
 #if __CUDA_ARCH__ >= 900
 constexpr bool kOverlaps = true; // what the last round left is dealt with while the launch before still runs
 #else
 constexpr bool kOverlaps = false;
 #endif
 
-__device__ __forceinline__ float row_sum(float4 v) {
-    float value = (v.x + v.y) + (v.z + v.w);
+// Sums over the lanes that share a row, of several values side by side.
+template <int kCount> __device__ __forceinline__ void row_sums(float (&values)[kCount]) {
 #pragma unroll
     for (int step = 1; step < kLanesRow; step *= 2) {
-        value += __shfl_xor_sync(kAll, value, step);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] += __shfl_xor_sync(kAll, values[i], step);
+        }
     }
-    return value;
 }
 
 __device__ __forceinline__ void add_product(float4 &sum, float4 a, float4 b) {
     sum = {sum.x + a.x * b.x, sum.y + a.y * b.y, sum.z + a.z * b.z, sum.w + a.w * b.w};
 }
 
-// One token: the rows of the state that this thread holds parts of, moved; their outputs, known to all lanes of a row.
-template <int kOwnRows>
-__device__ __forceinline__ void advance(float4 (&s)[kOwnRows][kRowQuads], const float4 *key, const float4 *query,
-                                        const float *value, float growth, float beta, int part,
-                                        float (&results)[kOwnRows]) {
-    float4 k[kRowQuads], q[kRowQuads];
+// A lane's part of a key or query.
+__device__ __forceinline__ void take_part(float4 (&own)[kRowQuads], const float4 *vector, int part) {
 #pragma unroll
     for (int i = 0; i < kRowQuads; ++i) {
-        k[i] = key[i * kLanesRow + part];
-        q[i] = query[i * kLanesRow + part];
+        own[i] = vector[i * kLanesRow + part];
     }
+}
+
+// This lane's part of the rows times a vector.
+__device__ __forceinline__ float part_of_product(const float4 (&row)[kRowQuads], const float4 (&vector)[kRowQuads]) {
+    float4 sum = {};
 #pragma unroll
-    for (int r = 0; r < kOwnRows; ++r) {
-        float4 known = {}, answer = {};
+    for (int i = 0; i < kRowQuads; ++i) {
+        add_product(sum, row[i], vector[i]);
+    }
+    return (sum.x + sum.y) + (sum.z + sum.w);
+}
+
+// One token's key and value into the rows that this thread holds parts of. `also`: parts of other products, whose sums go
+// along with those that this needs: their waits overlap.
+__device__ __forceinline__ void absorb(float4 (&s)[kRowsLane][kRowQuads], const float4 (&key)[kRowQuads],
+                                       const float *value, float growth, float beta, float (&also)[kRowsLane]) {
+    float sums[2 * kRowsLane];
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
 #pragma unroll
         for (int i = 0; i < kRowQuads; ++i) {
             s[r][i] = scaled(s[r][i], growth);
-            add_product(known, s[r][i], k[i]);
         }
-        const float update = beta * (value[r] - row_sum(known));
+        sums[r] = part_of_product(s[r], key);
+        sums[kRowsLane + r] = also[r];
+    }
+    row_sums(sums);
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+        const float update = beta * (value[r] - sums[r]);
 #pragma unroll
         for (int i = 0; i < kRowQuads; ++i) {
-            add_product(s[r][i], {update, update, update, update}, k[i]);
-            add_product(answer, s[r][i], q[i]);
+            add_product(s[r][i], {update, update, update, update}, key[i]);
         }
-        results[r] = row_sum(answer);
+        also[r] = sums[kRowsLane + r];
     }
 }
 
@@ -78,7 +96,7 @@ __device__ __forceinline__ float4 convolved_four(const float4 (&in)[4], const fl
 // half turns[lane] is read, the other written. state: FP32 [all_lanes, value_heads, 128 (value), 128 (key)].
 // lanes: [sequences], -1: none; counts, firsts: [sequences]; accepted, turns: [all_lanes]. A count of 0 only moves a
 // lane. out: FP32 [T, value_heads, 128]. Grid: (128 / kBlockRows, value_heads, sequences).
-extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
     delta_decode(const float *x, const float *x_a, const float *x_b, int x_stride, const float *weight,
                  const float *a_log, const float *dt_bias, float *rows, float *state, int all_lanes, const int *lanes,
                  const int *accepted, const int *turns, const int *counts, const int *firsts, float *out,
@@ -98,98 +116,91 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
     }
     const int before = min(max(entry(accepted, own_accepted, lane_index), 0), kMaxTokens), steps = before + tokens;
     const int turn = entry(turns, own_turn, lane_index) & 1;
-    const int own_row = threadIdx.x / kLanesRow, block_row = blockIdx.x * kBlockRows;
+    const int own_row = threadIdx.x / kLanesRow * kRowsLane, block_row = blockIdx.x * kBlockRows;
 
     float4 *place = reinterpret_cast<float4 *>(state) +
                     ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_row + own_row) * kQuads + part;
-    float4 s[1][kRowQuads];
+    float4 s[kRowsLane][kRowQuads];
 #pragma unroll
-    for (int i = 0; i < kRowQuads; ++i) {
-        s[0][i] = stream(place + i * kLanesRow);
+    for (int r = 0; r < kRowsLane; ++r) {
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+            s[r][i] = stream(place + r * kQuads + i * kLanesRow);
+        }
     }
 
     const int channels = (2 * key_heads + value_heads) * kHead, width = row_width(channels, value_heads);
     const int ratio = value_heads / key_heads;
-    const bool takes_key = warp % 2, keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read them
-    const int channel = ((takes_key ? key_heads : 0) + head / ratio) * kHead + 4 * lane;
+    const bool keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read these queries and keys
+    const int query_channel = head / ratio * kHead + 4 * lane, key_channel = query_channel + key_heads * kHead;
     const int value_channel = (2 * key_heads + head) * kHead + block_row + lane;
     const size_t half = static_cast<size_t>(kRowsKept) * width;
     const float *old_rows = rows + (static_cast<size_t>(turn) * all_lanes + lane_index) * half;
     float *new_rows = rows + (static_cast<size_t>(1 - turn) * all_lanes + lane_index) * half;
-    float4 taps[4];
+    float4 query_taps[4], key_taps[4];
     const float4 *all_taps = reinterpret_cast<const float4 *>(weight);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        taps[i] = read(all_taps + channel + i);
+        query_taps[i] = read(all_taps + query_channel + i);
+        key_taps[i] = read(all_taps + key_channel + i);
     }
     const float4 value_taps = read(all_taps + value_channel);
     const float rate = -expf(read(a_log + head)), bias = read(dt_bias + head);
 
     const auto four = [](const float *from) { return read(reinterpret_cast<const float4 *>(from)); };
-    const auto keep_row = [&](int row, float4 own, float value) {
+    const auto keep_row = [&](int row, float4 query, float4 key, float value) {
         float *to = new_rows + static_cast<size_t>(row) * width;
         if (keeps) {
-            write(reinterpret_cast<float4 *>(to + channel), own);
+            write(reinterpret_cast<float4 *>(to + query_channel), query);
+            write(reinterpret_cast<float4 *>(to + key_channel), key);
         }
-        if (!takes_key) {
-            write(to + value_channel, value);
-        }
+        write(to + value_channel, value);
     };
-    if (warp / 2 < kKept) { // the last inputs before this round's tokens
-        const float *from = old_rows + static_cast<size_t>(before + warp / 2) * width;
-        keep_row(warp / 2, four(from + channel), read(from + value_channel));
+    if (warp < kKept) { // the last inputs before this round's tokens
+        const float *from = old_rows + static_cast<size_t>(before + warp) * width;
+        keep_row(warp, four(from + query_channel), four(from + key_channel), read(from + value_channel));
     }
-    const auto keep_state = [&] {
-#pragma unroll
-        for (int i = 0; i < kRowQuads; ++i) {
-            write(place + i * kLanesRow, s[0][i]);
-        }
-    };
+
     // First what the last round has left, then this round's tokens; both at once where launches do not overlap.
     int begin = 0;
-    bool taken_over = false;
+    float4 key[kRowQuads];
 #pragma unroll 1
     do {
         const int end = kOverlaps && begin < before ? before : steps;
-        if (end > before || end == steps) {
-            if (!taken_over) {
-                await_previous();
-            }
-            taken_over = true;
+        if (end == steps) { // once: after the last round's tokens there are this one's, or none
+            await_previous();
         }
 #pragma unroll 1
-        for (int step = begin + warp / 2; step < end; step += kWarps / 2) {
-            float4 in[4];
-            float value[4];
+        for (int step = begin + warp; step < end; step += kWarps) {
+            const int token = step - before;
+            float4 in_query[4], in_key[4];
+            float in_value[4];
 #pragma unroll
             for (int tap = 0; tap < 4; ++tap) {
                 const int i = step + tap; // history, accepted tokens, new tokens
                 const float *from = i < kKept + before
                                         ? old_rows + static_cast<size_t>(i) * width
                                         : x + static_cast<size_t>(first + i - kKept - before) * x_stride;
-                in[tap] = four(from + channel);
-                value[tap] = read(from + value_channel);
+                in_key[tap] = four(from + key_channel);
+                in_value[tap] = read(from + value_channel);
+                in_query[tap] = token < 0 ? float4{} : four(from + query_channel); // whose answer is known
             }
-            const int token = step - before;
             const float *kept = old_rows + static_cast<size_t>(kKept + step) * width + channels + head;
             const size_t row = static_cast<size_t>(first + token) * x_stride + head;
             const float a = token < 0 ? read(kept) : read(x_a + row);
             const float b = token < 0 ? read(kept + value_heads) : read(x_b + row);
-            if (token >= 0) {
-                keep_row(kKept + token, in[3], value[3]);
-            }
-            // What half of the warps do for nothing costs less than the branches that would spare them.
             const float growth = expf(rate * softplus(a + bias)), beta = sigmoid(b);
-            const float moved = convolved(value[0], value[1], value[2], value[3], value_taps);
-            const float4 y = convolved_four(in, taps);
-            (takes_key ? keys : queries)[step][lane] =
-                scaled(y, (takes_key ? 1.0f : kQueryScale) * fast_inverse_root(warp_sum(dot(y, y)) + eps));
-            if (!takes_key) {
-                values[step][lane] = moved;
-            } else if (lane == 0) {
+            const float4 q = convolved_four(in_query, query_taps), k = convolved_four(in_key, key_taps);
+            queries[step][lane] = scaled(q, kQueryScale * fast_inverse_root(warp_sum(dot(q, q)) + eps));
+            keys[step][lane] = scaled(k, fast_inverse_root(warp_sum(dot(k, k)) + eps));
+            values[step][lane] = convolved(in_value[0], in_value[1], in_value[2], in_value[3], value_taps);
+            if (lane == 0) {
                 decay[step] = growth;
                 strength[step] = beta;
-                if (token >= 0 && blockIdx.x == 0) {
+            }
+            if (token >= 0) {
+                keep_row(kKept + token, in_query[3], in_key[3], in_value[3]);
+                if (lane == 0 && blockIdx.x == 0) {
                     float *to = new_rows + static_cast<size_t>(kKept + token) * width + channels + head;
                     write(to, a);
                     write(to + value_heads, b);
@@ -197,17 +208,54 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 2)
             }
         }
         __syncthreads();
+
+        int step = begin;
+        float growth, answers[kRowsLane] = {};
+        const auto fetch = [&](int next) {
+            next = min(next, end - 1);
+            take_part(key, keys[next], part);
+            growth = decay[next];
+        };
+        fetch(step);
+        if (begin < before) {
 #pragma unroll 1
-        for (int step = begin; step < end; ++step) {
-            float results[1];
-            advance<1>(s, keys[step], queries[step], &values[step][own_row], decay[step], strength[step], part, results);
-            if (step + 1 == before) {
-                keep_state(); // after the last accepted token; with none it is there already
+            for (; step < before; ++step) {
+                absorb(s, key, &values[step][own_row], growth, strength[step], answers);
+                fetch(step + 1);
             }
-            if (step >= before && part == 0) {
-                const size_t token = first + step - before;
-                write(out + (token * value_heads + head) * kHead + block_row + own_row, results[0]);
+#pragma unroll
+            for (int r = 0; r < kRowsLane; ++r) { // after the last accepted token; with none it is there already
+#pragma unroll
+                for (int i = 0; i < kRowQuads; ++i) {
+                    write(place + r * kQuads + i * kLanesRow, s[r][i]);
+                }
             }
+        }
+        // A token's answers are summed together with what the next token needs.
+        float *to = out + (static_cast<size_t>(first) * value_heads + head) * kHead + block_row + own_row;
+        const auto put = [&](int done) {
+            if (part == 0) {
+                write(reinterpret_cast<float2 *>(to + static_cast<size_t>(done - before) * value_heads * kHead),
+                      float2{answers[0], answers[1]});
+            }
+        };
+#pragma unroll 1
+        for (; step < end; ++step) {
+            float4 query[kRowQuads];
+            take_part(query, queries[step], part);
+            absorb(s, key, &values[step][own_row], growth, strength[step], answers);
+            fetch(step + 1);
+            if (step > before) {
+                put(step - 1);
+            }
+#pragma unroll
+            for (int r = 0; r < kRowsLane; ++r) {
+                answers[r] = part_of_product(s[r], query);
+            }
+        }
+        if (end > before) {
+            row_sums(answers);
+            put(end - 1);
         }
         begin = end;
     } while (begin < steps);
@@ -267,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(32 * kRunWarps)
     }
 }
 
-constexpr int kScanThreads = 64, kScanRowsLane = 2, kScanRows = kScanThreads / kLanesRow * kScanRowsLane;
+constexpr int kScanThreads = 64, kScanRows = kScanThreads / kLanesRow * kRowsLane;
 
 // Second half: the recurrence over all tokens, with the state in registers; the same step as in delta_decode, so the same
 // bits. Moves the lane's state and history to the end of the chunk. Grid: (128 / kScanRows, value_heads).
@@ -279,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const int head = blockIdx.y, value_heads = gridDim.y;
     const int channels = (2 * key_heads + value_heads) * kHead, width = row_width(channels, value_heads);
     const int key_head = head / (value_heads / key_heads);
-    const int part = threadIdx.x % kLanesRow, own_row = threadIdx.x / kLanesRow * kScanRowsLane;
+    const int part = threadIdx.x % kLanesRow, own_row = threadIdx.x / kLanesRow * kRowsLane;
     const int block_row = blockIdx.x * kScanRows;
 
     const int block = head * gridDim.x + blockIdx.x;
@@ -288,9 +336,9 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
 
     float4 *place = reinterpret_cast<float4 *>(state) +
                     ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_row + own_row) * kQuads + part;
-    float4 s[kScanRowsLane][kRowQuads];
+    float4 s[kRowsLane][kRowQuads];
 #pragma unroll
-    for (int r = 0; r < kScanRowsLane; ++r) {
+    for (int r = 0; r < kRowsLane; ++r) {
 #pragma unroll
         for (int i = 0; i < kRowQuads; ++i) {
             s[r][i] = read(place + r * kQuads + i * kLanesRow);
@@ -342,8 +390,16 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         __syncthreads();
         fetch(begin + kSteps);
         for (int step = 0; step < min(kSteps, tokens - begin); ++step) {
-            float results[kScanRowsLane];
-            advance(s, keys[step], queries[step], &values[step][own_row], decay[step], strength[step], part, results);
+            float4 key[kRowQuads], query[kRowQuads];
+            float results[kRowsLane] = {};
+            take_part(key, keys[step], part);
+            take_part(query, queries[step], part);
+            absorb(s, key, &values[step][own_row], decay[step], strength[step], results);
+#pragma unroll
+            for (int r = 0; r < kRowsLane; ++r) {
+                results[r] = part_of_product(s[r], query);
+            }
+            row_sums(results);
             if (part == 0) {
                 float *to = out + (static_cast<size_t>(begin + step) * value_heads + head) * kHead + block_row + own_row;
                 write(to, results[0]);
@@ -352,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         }
     }
 #pragma unroll
-    for (int r = 0; r < kScanRowsLane; ++r) {
+    for (int r = 0; r < kRowsLane; ++r) {
 #pragma unroll
         for (int i = 0; i < kRowQuads; ++i) {
             write(place + r * kQuads + i * kLanesRow, s[r][i]);

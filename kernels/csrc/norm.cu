@@ -102,53 +102,41 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     count_overflows(overflowed, overflows ? overflows + row : nullptr);
 }
 
-// Eight values of a table, from eight times `index` on.
 struct Bfloat {
-    __device__ static void eight(const void *table, size_t index, float4 (&values)[2]) {
-        const uint4 bits = stream(static_cast<const uint4 *>(table) + index);
-        const auto both = [](unsigned a, unsigned b) -> float4 {
-            return {__uint_as_float(a << 16), __uint_as_float(a & 0xFFFF0000u), __uint_as_float(b << 16),
-                    __uint_as_float(b & 0xFFFF0000u)};
-        };
-        values[0] = both(bits.x, bits.y);
-        values[1] = both(bits.z, bits.w);
+    __device__ static float4 quad(const void *table, size_t index) {
+        const uint2 bits = stream(static_cast<const uint2 *>(table) + index);
+        return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
+                __uint_as_float(bits.y & 0xFFFF0000u)};
     }
 };
 struct Half {
-    __device__ static void eight(const void *table, size_t index, float4 (&values)[2]) {
-        const uint4 bits = stream(static_cast<const uint4 *>(table) + index);
-        const auto both = [](unsigned a, unsigned b) -> float4 {
-            return {half_value(a & 0xFFFF), half_value(a >> 16), half_value(b & 0xFFFF), half_value(b >> 16)};
-        };
-        values[0] = both(bits.x, bits.y);
-        values[1] = both(bits.z, bits.w);
+    __device__ static float4 quad(const void *table, size_t index) {
+        const uint2 bits = stream(static_cast<const uint2 *>(table) + index);
+        return {half_value(bits.x & 0xFFFF), half_value(bits.x >> 16), half_value(bits.y & 0xFFFF),
+                half_value(bits.y >> 16)};
     }
 };
 struct Float {
-    __device__ static void eight(const void *table, size_t index, float4 (&values)[2]) {
-        values[0] = stream(static_cast<const float4 *>(table) + 2 * index);
-        values[1] = stream(static_cast<const float4 *>(table) + 2 * index + 1);
+    __device__ static float4 quad(const void *table, size_t index) {
+        return stream(static_cast<const float4 *>(table) + index);
     }
 };
 
-// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN. Grid: (T,
-// columns / 8 by threads).
+// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN. Grid: (T, parts).
 template <class Stored>
 __device__ __forceinline__ void embed(const int *tokens, const void *table, float *out, int rows, int columns) {
     take_over();
-    const int token = read(tokens + blockIdx.x), eights = columns / 8;
-    const int eight = blockIdx.y * blockDim.x + threadIdx.x;
-    if (eight >= eights) {
-        return;
-    }
+    const int token = read(tokens + blockIdx.x), quads = columns / 4;
     const float missing = __uint_as_float(0x7FC00000u);
-    float4 values[2] = {{missing, missing, missing, missing}, {missing, missing, missing, missing}};
-    if (token >= 0 && token < rows) {
-        Stored::eight(table, static_cast<size_t>(token) * eights + eight, values);
+    float4 *to = reinterpret_cast<float4 *>(out) + static_cast<size_t>(blockIdx.x) * quads;
+#pragma unroll 5
+    for (int quad = blockIdx.y * blockDim.x + threadIdx.x; quad < quads; quad += gridDim.y * blockDim.x) {
+        float4 values = {missing, missing, missing, missing};
+        if (token >= 0 && token < rows) {
+            values = Stored::quad(table, static_cast<size_t>(token) * quads + quad);
+        }
+        write(to + quad, values);
     }
-    float4 *to = reinterpret_cast<float4 *>(out) + 2 * (static_cast<size_t>(blockIdx.x) * eights + eight);
-    write(to, values[0]);
-    write(to + 1, values[1]);
 }
 
 #define EMBED(name, Stored)                                                                                            \

@@ -5,11 +5,14 @@
 
 constexpr int kThreads = 128;
 constexpr int kHalfTurned = 32; // pairs (j, j + 32) of the first 64 dimensions turn
-constexpr int kOwn = 8;         // dimensions a lane holds: 8 lane .. 8 lane + 7
+constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
+
+__device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
 
 // Multiplied by the 256 x 256 Hadamard matrix (Sylvester's order). Over 16 it is orthonormal: products of a turned query
 // and a turned key are those of the unturned ones, and outliers of a key are spread over all dimensions.
 constexpr float kTurnScale = 0.0625f;
+
 __device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
 #pragma unroll
     for (int step = 1; step < kOwn; step *= 2) {
@@ -35,79 +38,91 @@ __device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
 
 struct Int8Store {
     static constexpr bool kTurned = true;
+    static constexpr int kBytes = 1;
     static constexpr float kRounding = 12582912.0f + 128; // 1.5 * 2^23: the sum's last bit is worth 1
 
-    // 8 lanes hold a block of 64 dimensions: scale = largest / 127 as fp16, words round(v / scale) + 128.
-    __device__ static void quantise(const float (&v)[kOwn], unsigned (&words)[2], unsigned &scale_bits) {
-        float largest = 0;
+    // 16 lanes hold a block of 64 dimensions in each half: scale = largest / 127 as fp16, words round(v / scale) + 128.
+    __device__ static void quantise(const float (&v)[kOwn], unsigned (&words)[2], unsigned (&scale_bits)[2]) {
+        float largest[2];
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const float size = fabsf(v[i]);
-            largest = size > largest || size != size ? size : largest; // a NaN stays, unlike in fmaxf
+        for (int half = 0; half < 2; ++half) {
+            largest[half] = 0;
+#pragma unroll
+            for (int i = 4 * half; i < 4 * half + 4; ++i) {
+                const float size = fabsf(v[i]);
+                largest[half] = size > largest[half] || size != size ? size : largest[half]; // a NaN stays, unlike in fmaxf
+            }
         }
 #pragma unroll
-        for (int step = 1; step < 8; step *= 2) {
-            const float other = __shfl_xor_sync(kAll, largest, step);
-            largest = other > largest || other != other ? other : largest;
-        }
-        scale_bits = half_bits(largest / 127.0f);
-        const float scale = half_value(scale_bits);
-        const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        unsigned codes[kOwn]; // + 128 in the lowest byte, rounded by the addition
+        for (int step = 1; step < kBlock / 4; step *= 2) {
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            codes[i] = __float_as_uint(fminf(fmaxf(v[i] * inverse, -127.0f), 127.0f) + kRounding);
+            for (int half = 0; half < 2; ++half) {
+                const float other = __shfl_xor_sync(kAll, largest[half], step);
+                largest[half] = other > largest[half] || other != other ? other : largest[half];
+            }
         }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const unsigned low = __byte_perm(codes[4 * i], codes[4 * i + 1], 0x0040);
-            words[i] = __byte_perm(low, __byte_perm(codes[4 * i + 2], codes[4 * i + 3], 0x0040), 0x5410);
+        for (int half = 0; half < 2; ++half) {
+            scale_bits[half] = half_bits(largest[half] * (1.0f / 127.0f));
+            const float scale = half_value(scale_bits[half]);
+            const float inverse = scale > 0 ? fast_inverse(scale) : 0.0f;
+            unsigned codes[4]; // + 128 in the lowest byte, rounded by the addition
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float code = fminf(fmaxf(v[4 * half + i] * inverse, -127.0f), 127.0f);
+                codes[i] = __float_as_uint(code + kRounding);
+            }
+            words[half] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
         }
     }
 
     // Into a tile of keys or of values, at position `offset` of its page.
     __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *scales, int offset,
                                  int lane) {
-        unsigned words[2], scale;
+        unsigned words[2], scale[2];
         quantise(v, words, scale);
         unsigned char *bytes = static_cast<unsigned char *>(tile);
-        if (is_value) {
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) {
-                write(bytes + value_index<16>(offset, kOwn * lane + i), static_cast<unsigned char>(words[i / 4] >> 8 * (i % 4)));
+        for (int half = 0; half < 2; ++half) {
+            if (is_value) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    write(bytes + value_index<16>(offset, dimension(lane, 4 * half + i)),
+                          static_cast<unsigned char>(words[half] >> 8 * i));
+                }
+            } else {
+                write(reinterpret_cast<unsigned *>(bytes + key_index<16>(offset, dimension(lane, 4 * half))), words[half]);
             }
-        } else {
-            write(reinterpret_cast<uint2 *>(bytes + key_index<16>(offset, kOwn * lane)), uint2{words[0], words[1]});
-        }
-        if (lane % 8 == 0) {
-            write(scales + offset * kBlocks + lane / 8, static_cast<unsigned short>(scale));
+            if (lane % (kBlock / 4) == 0) {
+                write(scales + offset * kBlocks + dimension(lane, 4 * half) / kBlock, static_cast<unsigned short>(scale[half]));
+            }
         }
     }
-
-    static constexpr int kBytes = 1;
 };
 
-__device__ __forceinline__ uint4 packed(const float (&v)[kOwn]) {
-    return {half_pair(v[0], v[1]), half_pair(v[2], v[3]), half_pair(v[4], v[5]), half_pair(v[6], v[7])};
+__device__ __forceinline__ uint2 packed(const float (&v)[kOwn], int half) {
+    return {half_pair(v[4 * half], v[4 * half + 1]), half_pair(v[4 * half + 2], v[4 * half + 3])};
 }
 
 struct HalfStore {
     static constexpr bool kTurned = false;
+    static constexpr int kBytes = 2;
 
     __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *, int offset,
                                  int lane) {
         unsigned short *halves = static_cast<unsigned short *>(tile);
-        if (is_value) {
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) {
-                write(halves + value_index<8>(offset, kOwn * lane + i), static_cast<unsigned short>(half_bits(v[i])));
+        for (int half = 0; half < 2; ++half) {
+            if (is_value) {
+#pragma unroll
+                for (int i = 4 * half; i < 4 * half + 4; ++i) {
+                    write(halves + value_index<8>(offset, dimension(lane, i)), static_cast<unsigned short>(half_bits(v[i])));
+                }
+            } else {
+                write(reinterpret_cast<uint2 *>(halves + key_index<8>(offset, dimension(lane, 4 * half))), packed(v, half));
             }
-        } else {
-            write(reinterpret_cast<uint4 *>(halves + key_index<8>(offset, kOwn * lane)), packed(v));
         }
     }
-
-    static constexpr int kBytes = 2;
 };
 
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
@@ -129,14 +144,14 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
 
     const auto load = [&](float4 (&to)[2], int head) {
         const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
-        const float4 *from = reinterpret_cast<const float4 *>(row + start + kOwn * lane);
+        const float4 *from = reinterpret_cast<const float4 *>(row + start) + lane;
         to[0] = stream(from);
-        to[1] = stream(from + 1);
+        to[1] = stream(from + kDim / 8);
     };
     const auto weights_of = [&](float4 (&to)[2], int head) {
-        const float4 *from = reinterpret_cast<const float4 *>(head < q_heads ? query_weight : key_weight) + 2 * lane;
+        const float4 *from = reinterpret_cast<const float4 *>(head < q_heads ? query_weight : key_weight) + lane;
         to[0] = read(from);
-        to[1] = read(from + 1);
+        to[1] = read(from + kDim / 8);
     };
     // The angle of pair `lane`: which axis, where on it, and what the tables say there.
     const int axis = read(axes + lane);
@@ -153,13 +168,13 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
     const size_t angle = static_cast<size_t>(known ? position : 0) * kHalfTurned + lane;
     const float own_cosine = known ? read(cosines + angle) : __uint_as_float(0x7FC00000u);
     const float own_sine = known ? read(sines + angle) : __uint_as_float(0x7FC00000u);
-    float cosine[kOwn], sine[kOwn]; // of the dimensions of this lane, if they turn
+    float cosine[4], sine[4]; // of the first four dimensions of this lane, if they turn
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        const int pair = (kOwn * lane + i) % kHalfTurned;
+    for (int i = 0; i < 4; ++i) {
+        const int pair = (4 * lane + i) % kHalfTurned;
         cosine[i] = __shfl_sync(kAll, own_cosine, pair);
         const float turn = __shfl_sync(kAll, own_sine, pair);
-        sine[i] = lane < kHalfTurned / kOwn ? -turn : turn;
+        sine[i] = lane < kHalfTurned / 4 ? -turn : turn;
     }
 
     int overflowed = 0;
@@ -187,9 +202,9 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
                 v[i] *= inverse * (1.0f + w[i]);
             }
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) {
-                const float other = __shfl_xor_sync(kAll, v[i], kHalfTurned / kOwn);
-                if (lane < 2 * kHalfTurned / kOwn) {
+            for (int i = 0; i < 4; ++i) {
+                const float other = __shfl_xor_sync(kAll, v[i], kHalfTurned / 4);
+                if (lane < 2 * kHalfTurned / 4) {
                     v[i] = v[i] * cosine[i] + other * sine[i];
                 }
             }
@@ -209,7 +224,9 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
             }
         }
         if (is_query) {
-            write(reinterpret_cast<uint4 *>(query) + (static_cast<size_t>(token) * q_heads + head) * 32 + lane, packed(v));
+            uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + lane;
+            write(to, packed(v, 0));
+            write(to + kDim / 8, packed(v, 1));
         } else if (stored) {
             const int kv_head = (head - q_heads) % kv_heads;
             const size_t tile = static_cast<size_t>(slot / kPage) * kv_heads + kv_head;
