@@ -15,8 +15,8 @@ from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import INSTALL, OLDEST, image_for
 
 Argument = (
-    torch.Tensor | int | float | ctypes.Structure | None
-)  # pointer, int32, float32, struct by value, null pointer
+    torch.Tensor | int | float | ctypes.Structure | ctypes.c_void_p | None
+)  # pointer, int32, float32, struct by value, address, null pointer
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
 OVERLAPPING = 90  # the first architecture on which a launch may begin before the one before it has ended
