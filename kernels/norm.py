@@ -55,8 +55,8 @@ def rms_norm(
     out, strides = _checked_rms(x, weight, delta, out, wide, overflows)
     arguments = (x, strides["x"], delta, strides["delta"], weight, out, strides["out"], wide, strides["wide"])
     columns = x.shape[1]
-    arguments = (*arguments, overflows, columns, float(eps))
-    launch(SOURCE, "rms_norm", x.shape[0], row_threads(columns), arguments, x.device, overlap=True)
+    rest = (overflows, columns, float(eps))
+    launch(SOURCE, "rms_norm", x.shape[0], row_threads(columns), (*arguments, *rest), x.device, overlap=True)
     return out
 
 
