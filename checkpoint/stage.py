@@ -16,7 +16,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -136,8 +136,9 @@ class DirectoryLock:
                     f"{self.path.parent}: {who} is writing here. Wait for it, or choose another directory."
                 ) from None
             # The last owner may have removed the file between our open and our lock: then ours is nameless.
-            if self.path.exists() and os.fstat(handle.fileno()).st_ino == self.path.stat().st_ino:
-                break
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle.fileno()), self.path.stat()):
+                    break
             handle.close()
         try:
             handle.truncate(0)
