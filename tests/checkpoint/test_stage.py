@@ -14,8 +14,9 @@ import pytest
 
 from duovolt.checkpoint.directory import MANIFEST
 from duovolt.checkpoint.errors import CheckFailed, EnvironmentFault, InputError
+from duovolt.checkpoint.lock import LOCK, DirectoryLock
 from duovolt.checkpoint.manifest import Manifest, read_manifest
-from duovolt.checkpoint.stage import JOURNAL, LOCK, AtomicFile, DirectoryLock, StageDirectory, disk_errors
+from duovolt.checkpoint.stage import JOURNAL, AtomicFile, StageDirectory, disk_errors
 from duovolt.tests.support import maker
 
 
@@ -68,7 +69,7 @@ def test_disk_faults_are_explained(tmp_path: Path, number: int) -> None:
 def test_a_lock_is_held_and_taken_over(tmp_path: Path) -> None:
     """O03: a live owner is named; a dead one's lock is no obstacle."""
     code = (
-        "import sys, pathlib; from duovolt.checkpoint.stage import DirectoryLock\n"
+        "import sys, pathlib; from duovolt.checkpoint.lock import DirectoryLock\n"
         "lock = DirectoryLock(pathlib.Path(sys.argv[1])).__enter__(); print('held', flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen(
