@@ -15,7 +15,6 @@ from ..assembly import AnswerStyle, Content
 from ..delivery import Event, deliver
 from ..errors import ApiError, bad_request
 from ..grammar import completion_grammar
-from ..pictures import IMAGE_PAD
 from ..plan import ServePlan
 from ..prompt import encode_prompt
 from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
@@ -60,8 +59,9 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
     grammar = completion_grammar(body, plan)
     prompts = _prompts(body.prompt, tokenizer, plan.max_context)
-    if plan.pictures is not None and any(plan.pictures.pad in ids for ids in prompts):
-        raise bad_request(f"prompt: {IMAGE_PAD} stands for a picture; {_NO_IMAGES}", "prompt")
+    for name, pad in ({} if plan.pictures is None else plan.pictures.pads).items():
+        if any(pad in ids for ids in prompts):
+            raise bad_request(f"prompt: {name} stands for a picture; {_NO_IMAGES}", "prompt")
     asked = _DEFAULT_LENGTH if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
         raise bad_request("max_tokens: 0 makes sense with echo only", "max_tokens")

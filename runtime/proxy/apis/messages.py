@@ -50,8 +50,8 @@ class MessagesApi:
 
 
 def _count(body: CountTokensBody, plan: ServePlan) -> int:
-    prompt = build_chat_prompt(chat_of(body), plan.template, plan.pictures is not None)
-    placed = encode_with_pictures(prompt.text, prompt.images, plan.pictures, plan.tokenizer, plan.max_context)
+    prompt = build_chat_prompt(chat_of(body), plan.template, plan.pictures)
+    placed = encode_with_pictures(prompt.text, prompt.media, plan.pictures, plan.tokenizer, plan.max_context)
     return len(placed.ids)
 
 
