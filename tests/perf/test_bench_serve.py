@@ -72,7 +72,7 @@ def test_a_matrix_over_our_server_and_its_table(
         assert answer.completion_tokens == 30 and answer.accepted == 0
         # 64 are kept for the template, and of the last sentence, of up to 247 tokens here, all or nothing is taken.
         assert answer.context - 30 - 64 - 247 < answer.prompt_tokens <= answer.context - 30
-        assert answer.rate is not None and 100 < answer.rate < 3000  # a script's pace, 2 ms a round
+        assert answer.rate is not None and 0 < answer.rate < 3000  # a pace of 2 ms a round; busy machines miss it
     lines = out.read_bytes()
     assert main([*command, "--json"]) == 0  # all done: nothing is asked again
     assert out.read_bytes() == lines
