@@ -79,13 +79,6 @@ def test_machine_code_for_a_v100(nvrtc):
     assert all(name.encode() in image for name in KERNELS)
 
 
-def test_what_a_card_may_load():
-    assert module.arches_for((7, 0)) == ["sm_70"]  # no PTX: its last driver may be older than the compiler
-    assert module.arches_for((9, 0)) == ["sm_90", "compute_70"]
-    with pytest.raises(EnvironmentFault, match="too old"):
-        module.arches_for((6, 1))
-
-
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
