@@ -104,6 +104,7 @@ def decode_attention(
         ),
         query.device,
         shared_bytes(tiles, arch, int8=cache.is_int8),
+        overlap=True,
     )
     strides = (0, 0) if gate is None else gate.stride()[:2]
     launch(
@@ -113,6 +114,7 @@ def decode_attention(
         _MERGE_THREADS,
         (partial, stats, segments, sequences.positions, gate, *strides, out),
         query.device,
+        overlap=True,
     )
     return out
 

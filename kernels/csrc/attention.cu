@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     if (gate && threadIdx.x < kMergeColumns) {
         opening = read(gate + static_cast<size_t>(row) * gate_stride + head * gate_head_stride + dim);
     }
+    take_over(); // positions and gates are older than the results
     if (position < 0) {
         return;
     }

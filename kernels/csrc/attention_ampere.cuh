@@ -361,6 +361,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
     const int begin = segment_begin(segment);
     const int end = min(segment_begin(segment + 1), start + tokens); // of the positions that some token sees
     if (tokens <= 0 || begin >= end) {
+        take_over();
         return;
     }
     const int page_count = (end - begin + kPage - 1) / kPage;
@@ -392,8 +393,16 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
         }
         commit_copies();
     };
+    // The launch before writes queries, and keys and values of this round's tokens. Older pages need not wait for it.
+    const bool older = begin + kPage <= start - first_token;
+    if (!older) {
+        take_over();
+    }
     copy_keys(0);
     copy_values(0);
+    if (older) {
+        take_over();
+    }
     for (int index = threadIdx.x; index < kRows * (kDim / 8); index += kDecodeThreads) {
         const int row = index / (kDim / 8), chunk = index % (kDim / 8);
         uint4 halves = {};

@@ -24,6 +24,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int kv_heads = gridDim.x, kv_head = blockIdx.x, group = q_heads / kv_heads;
+    take_over();
     const int sequence = blockIdx.y / passes, first_token = blockIdx.y % passes * pass_tokens;
     const int max_segments = gridDim.z, segment = max_segments - 1 - blockIdx.z; // the last ones are the longest
     const int tokens = min(read(counts + sequence) - first_token, pass_tokens);
