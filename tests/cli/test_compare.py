@@ -70,6 +70,19 @@ def test_what_does_not_hold_or_cannot_be(
     assert found == code and said in err and "Traceback" not in err
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", ["16", "512"])
+def test_the_code_that_was_asked_for_ran(capsys: pytest.CaptureFixture[str], folder: Path, chunk: str) -> None:
+    """Two builds on one card: each side's launches are its own's, and decoding's products differ in their last bits."""
+    words = ["--a", "cuda", "--b", "cuda", "--arch-b", "compute_70", "--chunk", chunk, "--json", "--most", "5e-3"]
+    code, out, _ = run(capsys, folder / "converted", *words)
+    found = json.loads(out)
+    (native,) = found["a"]["launches"]
+    assert code == 0 and native.startswith("sm_") and list(found["b"]["launches"]) == ["compute_70"]
+    if native != "sm_70":
+        assert max(row["relative"] for row in found["layers"]) > 0
+
+
 def test_the_measures() -> None:
     """Of outputs that can be reckoned by hand: one token right, one token off by half its length."""
     a, b = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])
