@@ -88,7 +88,7 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
             measure_subject(subject, found, costs, pair.together if pair is not None else None, _teller(args))
             del subject
             torch.cuda.empty_cache()
-        replay = replay_cost(device, node)
+        replay = replay_cost(device)
     launches = found.launches
     if pair is not None:
         launches = pair.slower(launches)

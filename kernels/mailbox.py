@@ -141,7 +141,25 @@ def add(first: Tensor, second: Tensor, out: Tensor) -> None:
         checks.check(name, tensor, dtype, tuple(out.shape), out.device)
     checks.check("out", out, torch.float32, tuple(out.shape), out.device)
     words = out.numel() // 2
-    checks.launch(SOURCE, "mailbox_add", min(2048, -(-words // 256)), 256, (first, second, out, words), out.device)
+    checks.launch(SOURCE, "mailbox_add", _adding(words), 256, (first, second, out, words), out.device)
+
+
+def meet(link: Link) -> None:
+    """Wait until the peer is here too: what it had put on its stream before, copies to this card too, has been done."""
+    checks.launch(SOURCE, "mailbox_meet", 1, 32, (link.struct,), link.state.device)
+
+
+def join(link: Link, part: Tensor, other: int, out: Tensor) -> None:
+    """`reduce` of a part of the peer's that stands at address `other` (a multiple of 16) since a `meet`; any even size."""
+    checks.check("part", part, torch.float16, tuple(part.shape), link.state.device)
+    checks.check("out", out, torch.float32, tuple(part.shape), link.state.device)
+    words = out.numel() // 2
+    arguments = (link.struct, part, ctypes.c_void_p(other), out, words)
+    checks.launch(SOURCE, "mailbox_join", _adding(words), 256, arguments, link.state.device)
+
+
+def _adding(words: int) -> int:
+    return max(1, min(512, -(-words // 1024)))
 
 
 def linger(seconds: float, device: torch.device) -> None:

@@ -15,8 +15,8 @@ from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import INSTALL, OLDEST, image_for
 
 Argument = (
-    torch.Tensor | int | float | ctypes.Structure | None
-)  # pointer, int32, float32, struct by value, null pointer
+    torch.Tensor | int | float | ctypes.Structure | ctypes.c_void_p | None
+)  # pointer, int32, float32, struct by value, address, null pointer
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)

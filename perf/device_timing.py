@@ -63,7 +63,7 @@ def time_queued(
             graph.replay()
             submitted = time.perf_counter() - begin
             stream.synchronize()
-        hold = _SHORTEST_HOLD_US + int(2e6 * submitted)
+        hold = _SHORTEST_HOLD_US * (1 if together is None else 4) + int(2e6 * submitted)
         times, dry = [], 0
         for _ in range(repeats):
             seconds, ran_dry = _replay(graph, stream, probe.launch, hold, together)
@@ -96,7 +96,7 @@ def start_cost(device: torch.device, node_seconds: float, repeats: int = REPEATS
     return max(0.0, (found.seconds - node_seconds) * _NODES[0])
 
 
-def replay_cost(device: torch.device, node_seconds: float, nodes: int = 512, rounds: int = 8) -> float:
+def replay_cost(device: torch.device, nodes: int = 512, rounds: int = 8) -> float:
     """Seconds from the last node of a graph to the first of the next, with a small copy to the host between them."""
     probe = load(PROBE, device.index)
     stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
@@ -106,19 +106,23 @@ def replay_cost(device: torch.device, node_seconds: float, nodes: int = 512, rou
         for _ in range(nodes):
             probe.launch("empty", 1, 32, ())
     report, landed = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
+
+    def seconds(replays: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        probe.launch("hold", 1, 1, (_LONGEST_HOLD_US // 16,))
+        begin.record(stream)
+        graph.replay()
+        for _ in range(replays - 1):
+            landed.copy_(report, non_blocking=True)
+            graph.replay()
+        end.record(stream)
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3
+
     with torch.cuda.stream(stream):
-        for _ in range(REPEATS):
-            probe.launch("hold", 1, 1, (_LONGEST_HOLD_US // 8,))
-            begin.record(stream)
-            for _ in range(rounds):
-                graph.replay()
-                landed.copy_(report, non_blocking=True)
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e-3)
-    return max(0.0, statistics.median(times) / rounds - nodes * node_seconds)
+        seconds(2)
+        one, many = (statistics.median(seconds(count) for _ in range(REPEATS)) for count in (1, 1 + rounds))
+    return max(0.0, (many - one) / rounds - one)
 
 
 def _replay(

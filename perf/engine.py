@@ -7,7 +7,7 @@ values; drafts are forced to stand, so that every round does the same work.
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,8 @@ from ..runtime.messages import GenerateRequest, SamplingParams
 from ..runtime.parallel.device import check_gather, check_reduce
 from .curve import READ, Point, Series
 from .kernels import read_seconds, time_graph
-from .ledger import Ledger
+from .ledger import Launch, Ledger
+from .overlap import Overlap, Span, overlap_of
 from .sheet import Sheet
 
 WARM_ROUNDS = 6
@@ -155,6 +156,24 @@ class Bench:
             raise EnvironmentFault(f"the first token after {tokens} tokens: {outcome.fault}")
         return PrefillFigures(tokens, chunk, seconds, self.executor.overflows)
 
+    def chunk_overlap(self, start: int, chunk: int, seed: int = 0) -> Overlap | None:
+        """Where the exchanges of a prompt's chunk from `start` on stand: beside computation, or by themselves."""
+        from torch.profiler import ProfilerActivity, profile
+
+        generator = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(0, self.executor.model.vocabulary, (start + 2 * chunk,), generator=generator).tolist()
+        lane = self._lane(0, prompt, 8)
+        self.executor.open(lane)
+        self.executor.fill(lane, start, token=1)
+        self.executor.prefill(lane, start, chunk)
+        self._settle()
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            self.executor.prefill(lane, start + chunk, chunk)
+            self._settle()
+        self.executor.close(lane)
+        spans = sorted(_spans(recorded.events()))
+        return overlap_of(spans, {name for _, _, name in spans if family_of(name) == "collective"})
+
     def _settle(self) -> None:
         """Wait for the card."""
         if self.executor.state.device.type == "cuda":
@@ -192,9 +211,6 @@ class Bench:
                 self.round(lanes)
         spans = sorted(_spans(recorded.events()))
         return breakdown(spans, PROFILED_ROUNDS)
-
-
-Span = tuple[float, float, str]  # begin, end in microseconds, name
 
 
 def _spans(events: object) -> Iterator[Span]:
@@ -261,15 +277,16 @@ def prompt_operations(sheet: Sheet, tokens: int) -> float:
     return total
 
 
-def floor_of(ledger: Ledger, curve: Series, collective_us: float = 0.0) -> float:
+def floor_of(ledger: Ledger, curve: Series, exchange: Callable[[Launch], float] = lambda launch: 0.0) -> float:
     """Milliseconds of a round if every large read were a plain read of its bytes, and nothing else took time.
 
-    Reads of linears, heads, attention and the delta rule, each over the curve at its size; `collective_us` a collective.
+    Reads of linears, heads, attention and the delta rule, each over the curve at its size; `exchange`: seconds of a
+    collective.
     """
     total = 0.0
     for launch in ledger.launches:
         if launch.family == "collective":
-            total += collective_us * 1e-6
+            total += exchange(launch)
         elif launch.family in ("linear", "head", "attention", "delta") and launch.read > 0:
             total += curve.seconds(launch.read)
     return total * 1e3

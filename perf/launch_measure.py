@@ -189,12 +189,12 @@ def layers_of(calls: Sequence[Call]) -> list[Call]:
 def _chain(
     subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, together: Together | None
 ) -> Chain | None:
+    """Both of two ranks time it, whatever else either has measured: each exchange takes both."""
     inside = layers_of(calls)
-    alone = [one.seconds for call in inside if (one := found.of(call)) is not None and one.seconds]
-    if not inside or len(alone) < len(inside):
+    if not inside:
         return None
-    cold = {id(part): part.nbytes for call in inside for part in call.cold_tensors()}
-    count = max(2, min(copies_of(sum(cold.values()), POOL_BYTES), MOST_BYTES // sum(cold.values())))
+    cold = sum({id(part): part.nbytes for call in inside for part in call.cold_tensors()}.values())
+    count = max(2, min(copies_of(cold, POOL_BYTES), MOST_BYTES // cold))
     rows: list[list[Call]] = [inside]
     for _ in range(count - 1):
         made: dict[int, object] = {}
@@ -202,10 +202,10 @@ def _chain(
     timing = time_queued(list(itertools.chain(*rows)), subject.device, together=together)
     del rows
     torch.cuda.empty_cache()
-    if timing.dry:
+    alone = [one.seconds for call in inside if (one := found.of(call)) is not None and one.seconds]
+    if timing.dry or len(alone) < len(inside):
         return None
-    whole = count * len(inside)
-    seconds = _without_start(timing, whole, costs) * len(inside)
+    seconds = _without_start(timing, count * len(inside), costs) * len(inside)
     return Chain(subject.model.label, subject.model.tp, len(inside), seconds, sum(alone))
 
 

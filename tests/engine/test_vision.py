@@ -247,6 +247,18 @@ def test_requests_that_make_no_sense(tools: Any, image: dict[str, Any], fields: 
     assert run.finish(1) == "error" and words in run.events[1][-1].error
 
 
+def test_a_picture_must_lie_in_the_prompt_whole(tools: Any) -> None:
+    placed = prompt(SIZES["one"])
+    first = placed.images[0]
+    end = first.start + first.height * first.width // 32**2
+    for length, whole in ((end - 1, False), (end, True)):
+        rope = [row[:length] for row in placed.rope_positions]
+        short = request(Placed(placed.ids[:length], [first], rope))
+        run = tools.drive(engine_of(tiny(), SoloCollective()), short)
+        assert (run.finish(1) != "error") == whole, run.events[1][-1].error
+        assert whole or f"to {end - 1}, expected 0 to {end - 2}" in run.events[1][-1].error
+
+
 def test_a_model_without_a_tower_says_so(tools: Any) -> None:
     placed = prompt(SIZES["one"])
     engine = tools.engine(tools.source(seed=1, vocab_size=3072))

@@ -59,6 +59,8 @@ def _slot(argument: Any) -> bytes:
         return struct.pack("<fxxxx", argument)
     if isinstance(argument, ctypes.Structure):
         return struct.pack("<Q", ctypes.addressof(argument))
+    if isinstance(argument, ctypes.c_void_p):
+        return struct.pack("<Q", argument.value or 0)
     return struct.pack("<q", 0 if argument is None else argument)
 
 
