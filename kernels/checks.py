@@ -1,6 +1,5 @@
 """What every operation on a GPU demands of its tensors, and how it starts its kernel."""
 
-import functools
 import math
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from ..checkpoint.errors import InputError
 from .module import Argument, Grid, Module, load
 
-AHEAD_PERCENT = 30  # of the second-level cache that a launch may fill for a later one
 ALIGNMENT = 16  # bytes: kernels load four float32 or eight fp16 at once
 
 
@@ -59,18 +57,6 @@ def check_dimensions(name: str, tensor: Tensor, count: int, meaning: str) -> Non
     """Refuse a tensor of another number of dimensions, or an empty one (InputError). `meaning`: as in "[T, H]"."""
     if tensor.dim() != count or 0 in tensor.shape:
         raise InputError(f"{name} is {list(tensor.shape)}: expected {meaning}, nothing empty.")
-
-
-def near(weights: Tensor | None) -> int:
-    """Bytes of a matrix, from its beginning on, to bring into the second-level cache before a launch reads it."""
-    if weights is None or weights.device.type != "cuda":
-        return 0
-    return min(weights.nbytes, _cache_bytes(weights.device) * AHEAD_PERCENT // 100) // 128 * 128
-
-
-@functools.cache
-def _cache_bytes(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
 
 
 def module_on(source: str, device: torch.device) -> Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from . import reference
-from .checks import check, check_dimensions, check_rows, launch, near
+from .checks import check, check_dimensions, check_rows, launch
 from .delta_chunks import prefill_chunks
 
 SOURCE = "delta.cu"
@@ -147,14 +147,12 @@ def delta_decode(
     progress: Progress,
     batch: Round,
     out: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """A round's tokens through convolution, gates and recurrence: float32 [T, value heads, 128], before the gated norm.
 
     mixed float32 [T, C], a and b float32 [T, value heads]: parts of one projection (rows equally far apart). The state
     moves, in place, to each lane's last accepted token; the round's own tokens are remembered for the next one. Once all
-    layers are through, `progress` must be advanced. `ahead`: weights that a launch soon reads; as much as the second-level cache
-    may hold of them is fetched meanwhile.
+    layers are through, `progress` must be advanced.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """
@@ -167,7 +165,7 @@ def delta_decode(
         (
             *(mixed, a, b, stride, weights.conv, weights.a_log, weights.dt_bias, memory.rows, memory.state),
             *(memory.state.shape[0], batch.lanes, progress.accepted, progress.turn, batch.counts, batch.firsts),
-            *(out, weights.key_heads, _EPS, ahead, near(ahead)),
+            *(out, weights.key_heads, _EPS),
         ),
         mixed.device,
         overlap=True,
@@ -184,7 +182,6 @@ def delta_decode_reference(
     progress: Progress,
     batch: Round,
     out: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """What `delta_decode` computes, in torch on any device; reads the batch's numbers on the host."""
     out, _ = _checked(mixed, a, b, weights, memory, progress, batch, out)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .checks import check, check_dimensions, check_rows, launch, near
+from .checks import check, check_dimensions, check_rows, launch
 from .kvcache import DIM, PAGE, KVCache, hadamard
 from .norm import LARGEST, staged
 
@@ -31,7 +31,6 @@ def qkv_rope(
     *,
     out: Tensor | None = None,
     overflows: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """Queries fp16 [T, Q heads, 256] for attention over `cache`, into which keys and values are written.
 
@@ -42,7 +41,6 @@ def qkv_rope(
     positions     int32 [3, T]; one outside of the tables gives NaN
     slots         int32 [T], page * 64 + offset; outside of the pool (-1): key and value are dropped
     overflows     int32 [T], gains the number of elements that fp16 cannot hold and that became +-65504
-    ahead         weights that a launch soon reads: fetched meanwhile, as far as the second-level cache may hold them
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if the kernel cannot start.
     """
@@ -51,7 +49,7 @@ def qkv_rope(
     arguments = (
         *(projection, stride, query_weight, key_weight, *tables, tables[0].shape[0], positions, axes, slots),
         *(cache.keys, cache.key_scales, cache.values, cache.value_scales, cache.pages),
-        *(out, overflows, q_heads, cache.kv_heads, float(eps), ahead, near(ahead)),
+        *(out, overflows, q_heads, cache.kv_heads, float(eps)),
     )
     # A head a warp while there are few tokens; with many, a token a block, whose angles are then read once.
     parts = -(-(q_heads + 2 * cache.kv_heads) * 32 // _THREADS) if tokens <= _FEW else 1
@@ -73,7 +71,6 @@ def qkv_rope_reference(
     *,
     out: Tensor | None = None,
     overflows: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """What `qkv_rope` computes, in torch on any device."""
     out, _ = _checked(projection, query_weight, key_weight, tables, axes, positions, slots, cache, out, overflows)

@@ -95,13 +95,12 @@ __device__ __forceinline__ float4 convolved_four(const float4 (&in)[4], const fl
 // [channels, 4]. rows: FP32 [2, all_lanes, kRowsKept, width]: history, then the last round's inputs, a and b;
 // half turns[lane] is read, the other written. state: FP32 [all_lanes, value_heads, 128 (value), 128 (key)].
 // lanes: [sequences], -1: none; counts, firsts: [sequences]; accepted, turns: [all_lanes]. A count of 0 only moves a
-// lane. out: FP32 [T, value_heads, 128]. ahead: what a launch soon reads, or null. Grid: (128 / kBlockRows, value_heads,
-// sequences).
+// lane. out: FP32 [T, value_heads, 128]. Grid: (128 / kBlockRows, value_heads, sequences).
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
     delta_decode(const float *x, const float *x_a, const float *x_b, int x_stride, const float *weight,
                  const float *a_log, const float *dt_bias, float *rows, float *state, int all_lanes, const int *lanes,
                  const int *accepted, const int *turns, const int *counts, const int *firsts, float *out,
-                 int key_heads, float eps, const void *ahead, int ahead_bytes) {
+                 int key_heads, float eps) {
     __shared__ float4 queries[kSteps][kQuads], keys[kSteps][kQuads];
     __shared__ float values[kSteps][kBlockRows], decay[kSteps], strength[kSteps];
     const int head = blockIdx.y, value_heads = gridDim.y, sequence = blockIdx.z;
@@ -170,10 +169,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
         const int end = kOverlaps && begin < before ? before : steps;
         if (end == steps) { // once: after the last round's tokens there are this one's, or none
             await_previous();
-            if (sequence == 0) { // memory has little else to do from here on
-                read_ahead(ahead, ahead_bytes, (blockIdx.y * gridDim.x + blockIdx.x) * 32 * kWarps + threadIdx.x,
-                           gridDim.x * gridDim.y * 32 * kWarps);
-            }
         }
 #pragma unroll 1
         for (int step = begin + warp; step < end; step += kWarps) {

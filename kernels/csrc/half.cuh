@@ -14,9 +14,9 @@ __device__ __forceinline__ void add(int *address, int value) { atomicAdd(address
 // Reads that pass once and should not push other data out of the caches.
 template <class T> __device__ __forceinline__ T stream(const T *address) { return __ldcs(address); }
 
-// Where launches overlap (sm_90 and newer, `overlap` of a launch): waits until the launch before has ended and what it wrote
-// can be read, then lets the next one begin. So one launch before is unfinished at most, and until here a kernel may only
-// read what no launch writes just before it, and write what only itself uses. Elsewhere nothing happens.
+// Where launches overlap (sm_90 and newer, `overlap` of a launch): `await_previous` returns when all launches before have
+// ended and what they wrote can be read; `admit_next` lets the next one begin. Until a kernel has waited it may only read
+// weights, tables and what it alone keeps, and only write the latter. Elsewhere nothing happens.
 __device__ __forceinline__ void await_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -38,22 +38,6 @@ __device__ __forceinline__ void admit_next_after_writes() {
 __device__ __forceinline__ void take_over() {
     await_previous();
     admit_next();
-}
-
-// Brings `bytes` from `start` on, multiples of 128, near: into the second-level cache, for a launch that comes soon. The
-// threads of a grid take shares.
-__device__ __forceinline__ void read_ahead(const void *start, int bytes, int thread, int threads) {
-    const char *from = static_cast<const char *>(start);
-#if __CUDA_ARCH__ >= 900
-    const int warps = threads / 32, share = (bytes / 128 + warps - 1) / warps * 128, begin = thread / 32 * share;
-    if (thread % 32 == 0 && begin < bytes) {
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + begin), "r"(min(share, bytes - begin)));
-    }
-#else
-    for (int place = 128 * thread; place < bytes; place += 128 * threads) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + place));
-    }
-#endif
 }
 
 __device__ __forceinline__ float half_value(unsigned bits) {

@@ -128,15 +128,14 @@ struct HalfStore {
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
 // positions: [3, T] (time, height, width); axes: [32], the axis of each pair; cosines, sines: FP32 [table_rows, 32].
 // slots: [T], page * 64 + offset; outside of the pool (-1): nothing is written. query: fp16 [T, q_heads, 256].
-// ahead: what a launch soon reads, or null. A warp takes every (warps * gridDim.y)-th head of a token. Grid: (T, parts of the heads).
+// A warp takes every (warps * gridDim.y)-th head of a token. Grid: (T, parts of the heads).
 template <class Store>
 __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride, const float *query_weight,
                                          const float *key_weight, const float *cosines, const float *sines,
                                          int table_rows, const int *positions, const int *axes, const int *slots,
                                          void *keys, unsigned short *key_scales, void *values,
                                          unsigned short *value_scales, int pages, unsigned short *query,
-                                         int *overflows, int q_heads, int kv_heads, float eps, const void *ahead,
-                                         int ahead_bytes) {
+                                         int *overflows, int q_heads, int kv_heads, float eps) {
     const int token = blockIdx.x, tokens = gridDim.x;
     const int lane = threadIdx.x % 32;
     const int first = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, step = gridDim.y * (blockDim.x / 32);
@@ -162,8 +161,6 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
     if (first < heads) { // asked for before the angles, which take two reads in a row
         load(next, first);
     }
-    read_ahead(ahead, ahead_bytes, (blockIdx.x * gridDim.y + blockIdx.y) * blockDim.x + threadIdx.x,
-               gridDim.x * gridDim.y * blockDim.x);
     const int slot = read(slots + token);
     const bool stored = slot >= 0 && slot < pages * kPage;
     const int position = read(positions + (axis == 1 ? 1 : axis == 2 ? 2 : 0) * tokens + token);
@@ -246,11 +243,10 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
         const float *projection, int row_stride, const float *query_weight, const float *key_weight,                   \
         const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
         const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \
-        int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps, const void *ahead,     \
-        int ahead_bytes) {                                                                                             \
+        int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps) {                      \
         qkv_rope<Store>(projection, row_stride, query_weight, key_weight, cosines, sines, table_rows, positions, axes, \
                         slots, keys, key_scales, values, value_scales, pages, query, overflows, q_heads, kv_heads,     \
-                        eps, ahead, ahead_bytes);                                                                      \
+                        eps);                                                                                          \
     }
 
 QKV_ROPE(qkv_rope_int8, Int8Store)

@@ -104,7 +104,6 @@ class Layers(ABC):
             *(projection, weights.query_norm, weights.key_norm, self.common.tables, self.common.axes),
             *(self.positions, self.slots, cache, self.common.eps),
             overflows=self.overflows,
-            ahead=self.ahead(weights.output),
         )
         gate = projection[:, :queries].unflatten(1, (sizes.query_heads, 2 * DIM))[..., DIM:]
         return self.attend(query, cache, gate)
@@ -124,10 +123,6 @@ class Layers(ABC):
         parts = projection.split([*widths, projection.shape[1] - sum(widths)], dim=1)
         self.multiply(x, weights, list(parts[: len(widths)]))
         return projection
-
-    def ahead(self, weight: Weight) -> Tensor | None:
-        """What of a weight that comes soon may be fetched while memory is idle; None where products take all of the time."""
-        return None
 
     positions: Tensor  # int32 [3, T]
     slots: Tensor  # int32 [T]
@@ -211,12 +206,7 @@ class RowLayers(Layers):
     def recur(self, weights: CudaDelta, index: int, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
         out, state = self.state.delta_out[: self.tokens], self.state
         batch = self._rows.round
-        return self.ops.delta_decode(
-            *(mixed, a, b, weights.delta, state.delta[index], state.progress, batch, out), self.ahead(weights.output)
-        )
-
-    def ahead(self, weight: Weight) -> Tensor | None:
-        return weight.words
+        return self.ops.delta_decode(mixed, a, b, weights.delta, state.delta[index], state.progress, batch, out)
 
 
 class ChunkLayers(Layers):

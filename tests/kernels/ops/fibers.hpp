@@ -181,9 +181,6 @@ inline void await_previous() {}
 inline void admit_next() {}
 inline void admit_next_after_writes() {}
 inline void take_over() {}
-inline void read_ahead(const void *start, int bytes, int, int) {
-    stray += bytes > 0 && !(inside(start, 128) && inside(static_cast<const char *>(start) + bytes - 128, 128));
-}
 inline float fast_inverse(float value) { return 1.0f / value; }
 inline float fast_inverse_root(float value) { return 1.0f / std::sqrt(value); }
 inline float fast_exp2(float value) { return std::exp2(value); }
