@@ -45,10 +45,10 @@ class _HttpServer(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
-    _tell_plan(plan)
     sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     log = None if options.log_requests is None else LogFile(options.log_requests)
+    _tell_plan(plan)
     try:
         server = _Server(plan, listener, log)
         code = asyncio.run(server.run())
