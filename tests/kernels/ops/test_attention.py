@@ -176,7 +176,9 @@ def test_far_positions(int8, name, start):
 @pytest.mark.parametrize("position", [0, 127, 128, 2047, 2048, 8191, 8192, 65535, 65536, 262143])
 def test_segments_count_up_to_a_position(position):
     begins = [
-        b for (begin, length), end in zip(TIERS, (2048, 8192, 65536, 300000), strict=True) for b in range(begin, end, length)
+        b
+        for (begin, length), end in zip(TIERS, (2048, 8192, 65536, 300000), strict=True)
+        for b in range(begin, end, length)
     ]
     assert segments_for(position + 1) == sum(begin <= position for begin in begins)
 
