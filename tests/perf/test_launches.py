@@ -246,6 +246,13 @@ def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest
         and "link measured" in out
         and f"{found.seconds * 1e3:.2f} ms a round" in out
     )
+    assert main([*command, "--launches", str(path), "--what-if"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  if ")]
+    told = {line[5:41].strip(): (float(line[41:49]), line.endswith("by the card file")) for line in lines}
+    whole = found.seconds * 1e3
+    assert told["messages that cost nothing"][0] < whole and not told["messages that cost nothing"][1]
+    assert told["5 drafts, same acceptance"][1] and whole < told["5 drafts, same acceptance"][0] < 2 * whole
+    assert told["fp16 KV"][1] and told["fp16 KV"][0] == pytest.approx(whole, rel=0.2)
     apart = [replace(one, key=one.key.replace("reduce_norm", "reduce")) for one in launches]
     apart += [LaunchTime(f"rms_norm_delta 5120 T{tokens} x1", 0.0, 2e-6) for tokens in (1, 4)]
     other = load_card("h200").with_launches([LaunchTimes(MACHINE, [], apart)])  # as NCCL: a norm of its own
