@@ -99,7 +99,7 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
     if not args.quiet:
         for chain in found.chains:
             print(
-                f"{chain.model}, {chain.tp} ranks: {chain.calls} calls in a row {chain.seconds * 1e6:.1f} us, alone "
+                f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.calls} calls in a row {chain.seconds * 1e6:.1f} us, alone "
                 f"{chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
             )
         print(f"node {node * 1e6:.2f} us, graph {costs.start * 1e6:.2f} us, between rounds {replay * 1e6:.2f} us")
