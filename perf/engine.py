@@ -43,6 +43,8 @@ FAMILIES = (  # kernel family -> what its kernels' names hold; the first that fi
 class Alone:
     """One of two ranks without its twin, for measuring: sums are its own part, gathers leave the other's place as it is."""
 
+    halves = False
+
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank, self.name = size, rank, "alone"
 
