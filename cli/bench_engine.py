@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 131072], metavar="N")
     parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="prompt tokens a step (default: 2048)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
-    parser.add_argument("--graphs", choices=("on", "off"), default="on")
+    parser.add_argument("--graphs", choices=("on", "serial", "off"), default="on", help="as for serve (default: on)")
     parser.add_argument("--draft-window", type=int, default=0, metavar="N", help="as for serve (default: 0)")
     parser.add_argument(
         "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
@@ -210,7 +210,8 @@ class _Setup:
             pages=lanes * share,
             int8=args.kv == "int8",
             draft_window=args.draft_window,
-            graphs=args.graphs == "on",
+            graphs=args.graphs != "off",
+            overlap=args.graphs == "on",
         )
         self._bench = Bench(executor, lanes, self._context)
         self.facts = {

@@ -37,7 +37,11 @@ def server_options() -> list[Option]:
             metavar="N",
         ),
         Option("kv", _one_of("int8", "fp16"), "keys and values on cards: int8 or fp16 (default: int8)"),
-        Option("graphs", _one_of("on", "off"), "replay rounds as captured graphs, on cards (default: on)"),
+        Option(
+            "graphs",
+            _one_of("on", "serial", "off"),
+            "rounds as captured graphs, on cards; serial: no launch begins before the last has ended (default: on)",
+        ),
         Option(
             "delta",
             _one_of("chunked", "recurrent"),

@@ -139,7 +139,7 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     module = load(SOURCES[padded], device, tuned.defines)
     blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
-    module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes)
+    module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes, overlap=True)
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:

@@ -24,7 +24,6 @@ HEADER = 8  # uint32 before the counters
 DOORS = {"delay": 1, "drop": 2, "stale": 3}
 _THREADS = 256  # with at most MAX_BLOCKS blocks, all of a kernel's are at work at once on a V100
 _ONE_EACH = 128 * _THREADS  # words up to which a thread takes one, for the shortest wait; beyond, four
-_NORM_THREADS = 256
 
 
 class LinkStruct(ctypes.Structure):
@@ -118,7 +117,7 @@ def reduce_norm(
         checks.check("overflows", overflows, torch.int32, (rows,), device)
     _words(link, part.numel(), 2)
     arguments = (link.struct, part, x, strides[0], weight, out, strides[1], overflows, columns, float(eps))
-    checks.launch(SOURCE, "mailbox_reduce_norm", rows, _NORM_THREADS, arguments, device)
+    checks.launch(SOURCE, "mailbox_reduce_norm", rows, norm.row_threads(columns), arguments, device)
 
 
 def gather(link: Link, part: Tensor, out: Tensor) -> None:

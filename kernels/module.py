@@ -20,7 +20,9 @@ Argument = (
 )  # pointer, int32, float32, struct by value, address, null pointer
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
+OVERLAPPING = 90  # the first architecture on which a launch may begin before the one before it has ended
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
+_overlapping: ContextVar[bool] = ContextVar("overlapping", default=False)
 _launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
 
 
@@ -46,6 +48,19 @@ def forced_arch(arch: str) -> Iterator[None]:
         yield
     finally:
         _forced_arch.reset(token)
+
+
+@contextlib.contextmanager
+def overlapping(wanted: bool = True) -> Iterator[None]:
+    """Within it, launches that can begin before the one before has ended do so (the same bits, sooner); else none does.
+
+    Meant for work that is captured: such a launch takes the host longer.
+    """
+    token = _overlapping.set(wanted)
+    try:
+        yield
+    finally:
+        _overlapping.reset(token)
 
 
 @contextlib.contextmanager
@@ -80,6 +95,8 @@ class Module:
         self._functions: dict[str, Any] = {}
         self._starts: dict[str, int] = {}  # the same as plain numbers
         self._shared: dict[str, int] = {}
+        self._configs: dict[tuple[int, ...], Any] = {}
+        self._overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
 
     def launch(
         self,
@@ -88,10 +105,13 @@ class Module:
         threads: int,
         arguments: tuple[Argument, ...],
         shared_bytes: int = 0,
+        overlap: bool = False,
     ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
-        `shared_bytes`: dynamic shared memory a block, above 48 KB too. Raises EnvironmentFault if the driver refuses.
+        `shared_bytes`: dynamic shared memory a block, above 48 KB too. `overlap`: within `overlapping`, where card and code can,
+        it begins before the launch before it has ended; the kernel must call `await_previous` on every way to its end.
+        Raises EnvironmentFault if the driver refuses.
         """
         stream, parameters = current_stream(self._device), Parameters(arguments)
         grid = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1)[:3]
@@ -100,13 +120,18 @@ class Module:
         if elsewhere:
             self._call("cuCtxPushCurrent", self._context)
         try:
-            function = self._starts.get(name, 0)
-            if not function or shared_bytes > self._shared.get(name, 0):
-                function = self._starts[name] = int(self._function(name, shared_bytes))
-            where = (*grid, threads, 1, 1, shared_bytes, stream)
-            status = starter()(function, *where, parameters.address, None)
-            if status:
-                self._check(self._driver.CUresult(status), f"launching {name}")
+            if overlap and self._overlaps and _overlapping.get():
+                config = self._overlapped(grid, threads, shared_bytes)
+                config.hStream = stream
+                function = self._function(name, shared_bytes)
+                self._call("cuLaunchKernelEx", config, function, parameters.address, 0, what=f"launching {name}")
+            else:
+                start = self._starts.get(name, 0)
+                if not start or shared_bytes > self._shared.get(name, 0):
+                    start = self._starts[name] = int(self._function(name, shared_bytes))
+                where = (*grid, threads, 1, 1, shared_bytes, stream)
+                if status := starter()(start, *where, parameters.address, None):
+                    self._check(self._driver.CUresult(status), f"launching {name}")
             if (counter := _launches.get()) is not None:
                 counter[self.arch] += 1
         finally:
@@ -121,6 +146,22 @@ class Module:
             return int(self._call("cuFuncGetAttribute", wanted, self._function(name, 0)))
         finally:
             self._call("cuCtxPopCurrent")
+
+    def _overlapped(self, grid: tuple[int, ...], threads: int, shared_bytes: int) -> Any:
+        """A launch that may begin before its predecessor on the stream has ended; kept, for making one takes its time."""
+        key = (*grid, threads, shared_bytes)
+        if key not in self._configs:
+            attribute = self._driver.CUlaunchAttribute()
+            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = self._driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes = shared_bytes
+            config.attrs = [attribute]
+            config.numAttrs = 1
+            self._configs[key] = config
+        return self._configs[key]
 
     def _function(self, name: str, shared_bytes: int) -> Any:
         if name not in self._functions:

@@ -7,6 +7,7 @@ gives them, and of as many tokens behind the last depth, which the engine reads 
 
 import gc
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -63,12 +64,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Study:
-    """`overflows`: values that fp16 could not hold, by engine path."""
+    """`overflows`: values that fp16 could not hold, by engine path; `seconds`: that each path took."""
 
     paths: tuple[str, ...]
     tokens: int
     found: list[Found]
     overflows: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Reader(Protocol):
@@ -154,14 +156,16 @@ def study(
     """
     assert len(tokens) == depths[-1].end + 1
     logits: dict[str, list[Tensor]] = {}
-    overflows = {}
+    overflows, seconds = {}, {}
     for path in paths:
+        begun = time.perf_counter()
         try:
             reader: EngineReader | PlainModel
             if path in ENGINE:
                 reader = EngineReader(weights, tokens, ENGINE[path])
             else:
-                reader = PlainModel(weights, PRECISIONS[path], len(tokens))
+                spare = torch.cuda.mem_get_info(weights.device)[0] // 3 if weights.device.type == "cuda" else 0
+                reader = PlainModel(weights, PRECISIONS[path], len(tokens), spare)
             logits[path] = _walk(reader, tokens, depths, ids, chunk, tick)
         except torch.cuda.OutOfMemoryError as error:
             raise EnvironmentFault(
@@ -170,6 +174,7 @@ def study(
             ) from None
         if isinstance(reader, EngineReader):
             overflows[path] = reader.overflows
+        seconds[path] = round(time.perf_counter() - begun, 2)
         del reader
         gc.collect()
         if weights.device.type == "cuda":
@@ -178,7 +183,7 @@ def study(
     for number, depth in enumerate(depths):
         after = tokens[depth.first + 1 : depth.end + 1]
         found.append(judged(depth, {path: rows[number] for path, rows in logits.items()}, after, weights.device))
-    return Study(tuple(paths), len(tokens), found, overflows)
+    return Study(tuple(paths), len(tokens), found, overflows, seconds)
 
 
 def _walk(

@@ -8,7 +8,7 @@ sums are FP32: the rounding is done here, on any device.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,8 +61,8 @@ def slices(weight: Weight, values: int = VALUES) -> Iterator[tuple[int, Weight]]
 class PlainModel:
     """One sequence, read in order. The whole model, not a rank's share."""
 
-    def __init__(self, weights: CudaWeights, precision: Precision, positions: int) -> None:
-        """`positions`: room for keys and values."""
+    def __init__(self, weights: CudaWeights, precision: Precision, positions: int, keep: int = 0) -> None:
+        """`positions`: room for keys and values; `keep`: bytes of matrices' values to keep from chunk to chunk."""
         assert weights.tp_size == 1, "one rank holds the model"
         text, device, sizes = weights.config.text, weights.device, weights.sizes
         frequencies = ops.inverse_frequencies(text.head_dim, text.partial_rotary_factor, text.rope_theta)
@@ -70,7 +70,8 @@ class PlainModel:
         self._table = precision.round(cosines.to(device)), precision.round(sines.to(device))
         self._weights, self._sizes, self._eps = weights, sizes, text.rms_norm_eps
         self._precision, self._round = precision, precision.round
-        self._read = 0
+        self._read, self._room = 0, keep
+        self._kept: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
         shape = (sizes.kv_heads, positions, sizes.head_dim)
         kinds = [layer.mixer for layer in weights.layers]
         self._keys, self._values = (
@@ -178,9 +179,20 @@ class PlainModel:
     def _linear(self, x: Tensor, weight: Weight) -> Tensor:
         """x [T, K] times the weight transposed -> [T, N], rounded once."""
         out = torch.empty(len(x), weight.shape[0], device=x.device)
-        for first, part in slices(weight):
-            out[:, first : first + part.shape[0]] = self._round((x @ part.values().t()) * part.scale)
+        for first, values, scale in self._values_of(weight):
+            out[:, first : first + len(values)] = self._round((x @ values.t()) * scale)
         return out
+
+    def _values_of(self, weight: Weight) -> Iterable[tuple[int, Tensor, Tensor]]:
+        """(first row, values, scale) of the parts of a matrix."""
+        parts = ((first, part.values(), part.scale) for first, part in slices(weight))
+        if (kept := self._kept.get(id(weight))) is not None:
+            return kept
+        rows, columns = weight.shape
+        if (size := 4 * rows * columns) > self._room:
+            return parts
+        self._room -= size
+        return self._kept.setdefault(id(weight), list(parts))
 
 
 @contextlib.contextmanager

@@ -136,6 +136,7 @@ template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes 
 __device__ __forceinline__ void run(const Task &task, Items items) {
     Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
     Turns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
+    take_over(); // weights are on their way; what else is read, the launch before may have written
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
 #pragma unroll 1

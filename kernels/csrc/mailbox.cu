@@ -210,7 +210,7 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
 
 // One block a row: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
 // part: fp16 [T, columns]; x: FP32 [T, columns], one row every x_stride; half_out: fp16 likewise.
-extern "C" __global__ void __launch_bounds__(kRowThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
                         unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
     __shared__ float scratch[kRowThreads / 32];
@@ -222,14 +222,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     uint2 mine[kRowQuads];
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         mine[k] = quad < quads ? read(own + quad) : uint2{};
     }
     unsigned sent;
     if (may_send(link, turn, sent)) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
-            const int quad = k * kRowThreads + threadIdx.x;
+            const int quad = k * blockDim.x + threadIdx.x;
             if (quad < quads) {
                 push(turn.out + base + quad, mine[k].x, sent);
                 push(turn.out + base + quads + quad, mine[k].y, sent);
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     float4 values[kRowQuads], weights[kRowQuads]; // they come while the words travel
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         values[k] = quad < quads ? read(stream + quad) : float4{};
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     wait_far(link, turn, static_cast<int>(base) + words - 1);
     Word found[2 * kRowQuads];
     const auto place = [&](int k) {
-        const int quad = k / 2 * kRowThreads + threadIdx.x;
+        const int quad = k / 2 * blockDim.x + threadIdx.x;
         return quad < quads ? static_cast<int>(base) + (k & 1) * quads + quad : -1;
     };
     if (!turn.dead) {
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     }
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         if (quad < quads) {
             float2 a = {lost, lost}, b = {lost, lost};
             if (!turn.dead && has_come(turn, found[2 * k]) && has_come(turn, found[2 * k + 1])) {

@@ -11,7 +11,7 @@ from duovolt.cli.main import main
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import load_recipe
 from duovolt.kernels.module import Module, counted_launches
-from duovolt.perf.layerwise import Run, compare
+from duovolt.perf.layerwise import Reading, Run, compare
 from duovolt.shard.split import shard
 
 TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
@@ -43,8 +43,10 @@ def test_backends_and_widths_within_their_bounds(capsys: pytest.CaptureFixture[s
     assert code == 0 and "full_attention" in out and "largest |a-b|/|a|" in out
     code, out, _ = run(capsys, whole, "--b", "reference", "--most", "0")
     assert code == 0 and "1.000000000" in out
-    code, out, _ = run(capsys, whole, "--devices", "cpu", "--chunk", "7", "--json", "--most", "5e-3")
-    assert code == 0 and json.loads(out)["tokens"] == 20
+    for backend, most in (("cuda", "5e-3"), ("reference", "1e-5")):
+        words = ["--devices", "cpu", "--chunk", "7", "--decode", "10", "--b", backend, "--json", "--most", most]
+        code, out, _ = run(capsys, whole, two, *words)
+        assert code == 0 and json.loads(out)["tokens"] == 20
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,7 @@ def test_backends_and_widths_within_their_bounds(capsys: pytest.CaptureFixture[s
         (["{folder}/converted", "--tokens", "32769"], 2, "the model knows 32768 positions"),
         (["{folder}/converted", "--tokens", "0"], 2, "at least 1"),
         (["{folder}/converted", "--chunk", "0"], 2, "--chunk 0"),
+        (["{folder}/converted", "--decode", "20"], 2, "--decode 20: expected fewer than --tokens, 20"),
         (["{folder}/converted", "--text", "{folder}/nothing.txt"], 2, "nothing.txt"),
     ],
 )
@@ -68,6 +71,19 @@ def test_what_does_not_hold_or_cannot_be(
 ) -> None:
     found, _, err = run(capsys, *(word.format(folder=folder) for word in words))
     assert found == code and said in err and "Traceback" not in err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decoded", ["0", "16"])
+def test_the_code_that_was_asked_for_ran(capsys: pytest.CaptureFixture[str], folder: Path, decoded: str) -> None:
+    """Two builds on one card: each side's launches are its own's, and decoding's products differ in their last bits."""
+    words = ["--a", "cuda", "--b", "cuda", "--arch-b", "compute_70", "--decode", decoded, "--json", "--most", "5e-3"]
+    code, out, _ = run(capsys, folder / "converted", *words)
+    found = json.loads(out)
+    (native,) = found["a"]["launches"]
+    assert code == 0 and native.startswith("sm_") and list(found["b"]["launches"]) == ["compute_70"]
+    if native != "sm_70":
+        assert max(row["relative"] for row in found["layers"]) > 0
 
 
 def test_the_measures() -> None:
@@ -92,3 +108,9 @@ def test_what_ran_is_counted_where_it_is_launched(monkeypatch: pytest.MonkeyPatc
     module.launch("copy", 1, 32, (1,))
     assert found == {"compute_70": 2} and Run([], found).code == "2 launches of compute_70 code"
     assert Run().code == "torch"
+
+
+def test_what_is_read_and_how() -> None:
+    pieces = [(part.start, part.stop, decoded) for part, decoded in Reading(8, 6).pieces(20)]
+    assert pieces == [(0, 8, False), (8, 14, False), (14, 18, True), (18, 20, True)]
+    assert [part for part, _ in Reading(8).pieces(8)] == [slice(0, 8)]

@@ -149,6 +149,20 @@ def test_greedy_answers(tools: Any, name: str) -> None:
     assert run.tokens[1] == wanted
 
 
+def test_the_cuda_engine_reads_the_video(tools: Any) -> None:
+    """On the kernels' references, in chunks that cut groups of frames."""
+    from duovolt.runtime.engine.cuda.executor import CudaExecutor
+    from duovolt.runtime.engine.cuda.loading import load_cuda_weights
+    from duovolt.runtime.parallel.device import SoloDevice
+
+    placed, (weights, _) = prompt(SIZES["a picture and a video"]), load_cuda_weights(TINY, torch.device("cpu"))
+    reader, shared = tower(weights), {"lanes": 1, "n_sampleable": 3031, "max_context": CONTEXT}
+    executor = CudaExecutor(weights, SoloDevice(), drafts=2, int8=False, tower=reader, **shared)
+    tokens = {"image_token": PAD, "video_token": VIDEO}
+    engine = Engine(executor, processor=reader.processor, prefill_chunk=13, **tokens, **shared)
+    assert tools.drive(engine, request(placed)).tokens[1] == peer_answer(placed, 16)[1]
+
+
 def test_two_ranks_answer_as_one(tools: Any) -> None:
     placed = prompt(SIZES["a picture and a video"])
     alone = tools.drive(engine_of(tiny(), SoloCollective(), prefill_chunk=16), request(placed))
@@ -231,6 +245,18 @@ def test_requests_that_make_no_sense(tools: Any, image: dict[str, Any], fields: 
         engine_of(tiny(), SoloCollective()), request(placed, **({"images": [ImageInput(**whole)]} | fields))
     )
     assert run.finish(1) == "error" and words in run.events[1][-1].error
+
+
+def test_a_picture_must_lie_in_the_prompt_whole(tools: Any) -> None:
+    placed = prompt(SIZES["one"])
+    first = placed.images[0]
+    end = first.start + first.height * first.width // 32**2
+    for length, whole in ((end - 1, False), (end, True)):
+        rope = [row[:length] for row in placed.rope_positions]
+        short = request(Placed(placed.ids[:length], [first], rope))
+        run = tools.drive(engine_of(tiny(), SoloCollective()), short)
+        assert (run.finish(1) != "error") == whole, run.events[1][-1].error
+        assert whole or f"to {end - 1}, expected 0 to {end - 2}" in run.events[1][-1].error
 
 
 def test_a_model_without_a_tower_says_so(tools: Any) -> None:

@@ -373,7 +373,7 @@ def test_words_are_moved_by_volatile_accesses_of_8_bytes():
     assert re.search(r"^\.target sm_70$", text, re.M)
     for instruction in ("ld.volatile.global.u64", "st.volatile.global.u64", "%globaltimer"):
         assert instruction in text, instruction
-    assert not re.search(r"\b(atom|red)\.", text)
+    assert not re.search(r"\b(atom|red)\.(?!\S*\.add\.[us]32)", text)  # but for counts of overflows
     assert not re.search(r"\b(ld|st)\.(?!volatile|param)[\w.]*64\b", text), "a word moved in some other way"
 
 
