@@ -79,10 +79,16 @@ def scripted_world(folder: Path, *, delay_ms: float = 30, size: int = 2) -> Worl
 
 
 def real_world(
-    folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2, ranks: Path | None = None
+    folder: Path,
+    backend: str = "reference",
+    more: Sequence[str] = (),
+    size: int = 2,
+    ranks: Path | None = None,
+    *,
+    asks: bool = True,
 ) -> World:
-    """`ranks`, or those of the fixture's tiny model, served with `more` options; the plain answers are asked for once, beside
-    the first trials.
+    """`ranks`, or those of the fixture's tiny model, served with `more` options; with `asks`, the plain answers are asked for
+    once, beside the first trials.
 
     A card makes thousands of a small model's tokens a second: answers and prompt are longer there.
     """
@@ -104,26 +110,31 @@ def real_world(
     world = World(backend, ranks, _logs(folder), options, [1, 2, 3, 4, 5], size=size, long=long)
     world.long_prompt = [1 + number % 200 for number in range(prompt)]
     world.extra = {"ignore_eos": True}
-    threading.Thread(target=_ask_plainly, args=(world,), daemon=True).start()
+    if asks:
+        threading.Thread(target=_ask_a_server, args=(world,), daemon=True).start()
     return world
 
 
-def _ask_plainly(world: World) -> None:
+def ask_plainly(world: World, server: Server) -> None:
+    """Let a ready server give the plain answers."""
+    texts = []
+    with server.client(120) as client:
+        for body in (world.body(stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
+            reply = client.post("/v1/completions", json=body)
+            assert reply.status_code == 200, f"the plain answer failed: {reply.text}\n{server.log}"
+            texts.append(reply.json()["choices"][0]["text"])
+    world.plain.set_result((texts[0], texts[1]))
+
+
+def _ask_a_server(world: World) -> None:
     try:
         server = world.server(watchdog=60)
         try:
-            with server.wait_ready().client(120) as client:
-                texts = []
-                for body in (world.body(stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
-                    reply = client.post("/v1/completions", json=body)
-                    assert reply.status_code == 200, f"the plain answer failed: {reply.text}\n{server.log}"
-                    texts.append(reply.json()["choices"][0]["text"])
+            ask_plainly(world, server.wait_ready())
         finally:
             server.kill()
     except BaseException as error:
         world.plain.set_exception(error)
-    else:
-        world.plain.set_result((texts[0], texts[1]))
 
 
 def _logs(folder: Path) -> Path:
