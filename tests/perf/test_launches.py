@@ -41,7 +41,7 @@ class Halves:
     """A link of two ranks that are alike; with `norming`, it goes on to the norm behind a sum, as the mailbox does."""
 
     def __init__(self, norming: bool) -> None:
-        self.rank, self.size, self.name = 0, 2, "ipc"
+        self.rank, self.size, self.name, self.halves = 0, 2, "ipc", False
         if norming:
             self.reduce_norm = self._reduce_norm
 
