@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..kernels.module import overlapping
 from ..kernels.ops import ops_for
 from ..model.inventory import inventory
 from ..runtime.engine.cuda.executor import CudaExecutor
@@ -202,11 +201,9 @@ def _chain(
     for _ in range(count - 1):
         made: dict[int, object] = {}
         rows.append([call.copied(made) for call in inside])
-    with overlapping():  # as in a round
-        launches = list(itertools.chain(*rows))
+    launches = list(itertools.chain(*rows))
     timing = time_queued(launches, subject.device, together=together, overlap=subject.wanted.overlap)
-    del launches
-    del rows
+    del rows, launches
     torch.cuda.empty_cache()
     alone = [one.seconds for call in inside if (one := found.of(call)) is not None and one.seconds]
     if timing.dry or len(alone) < len(inside):
