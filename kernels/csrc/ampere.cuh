@@ -48,3 +48,30 @@ __device__ __forceinline__ unsigned e4m3_pair(unsigned short bytes) {
 __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned selector) {
     return __byte_perm(a, b, selector);
 }
+
+// One half of a pair in both halves.
+__device__ __forceinline__ unsigned both_lower(unsigned pair) {
+    unsigned both;
+    asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(both) : "r"(pair));
+    return both;
+}
+__device__ __forceinline__ unsigned both_upper(unsigned pair) {
+    unsigned both;
+    asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(both) : "r"(pair));
+    return both;
+}
+
+// 16 bytes that another block waits for, or writes: past the first-level cache.
+__device__ __forceinline__ uint4 load_now(const uint4 *address) {
+    uint4 value;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_now(uint4 *address, uint4 value) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
+}

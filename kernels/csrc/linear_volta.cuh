@@ -1,6 +1,7 @@
 // The decode linear's inner part for sm_70: m8n8k4, a lane a row of the band, weights from memory to registers.
 #pragma once
 #include "encodings.cuh"
+#include "linear_finish.cuh"
 #include "linear_task.cuh"
 #include "volta.cuh"
 
@@ -89,3 +90,85 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
         }
     }
 };
+
+// The products of one warp with one band.
+template <class Weight, int kTiles, bool kAhead>
+__device__ void multiply_band(VoltaTurns<Weight, kTiles, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
+                              Partial<kTiles> &partial) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    float sum[kTiles][8] = {};
+#pragma unroll 1
+    for (int turn = warp; turn < walk.ahead.turns(); turn += kWarps) {
+        if (Weight::kBlocks) {
+            const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
+            const float scale = __ldg(matrix.block_scales + block);
+            float products[kTiles][8] = {};
+            walk.multiply(products, turn);
+#pragma unroll
+            for (int index = 0; index < kTiles * 8; ++index) {
+                sum[index / 8][index % 8] = fmaf(scale, products[index / 8][index % 8], sum[index / 8][index % 8]);
+            }
+        } else {
+            walk.multiply(sum, turn);
+        }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int token = tile * kTokens + VoltaTurns<Weight, kTiles, kAhead>::token(lane, i);
+            if (token < task.tokens) {
+                partial[warp][token][VoltaTurns<Weight, kTiles, kAhead>::row(lane, i)] = sum[tile][i];
+            }
+        }
+    }
+}
+
+template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes <= 16 && !Weight::kBlocks>
+__device__ __forceinline__ void run(const Task &task, Items items) {
+    Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
+    VoltaTurns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
+#pragma unroll 1
+    for (int item = items.first; item < items.end; item += items.step) {
+#pragma unroll 1
+        for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
+            int band;
+            const Matrix &matrix = matrix_of(task, item, part, band);
+            if (kTiles < 3) { // for three, its registers would be one too many on sm_70
+                prefetch_rest(task, matrix, band);
+            }
+            multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
+            __syncthreads();
+            finish<Weight, kTiles>(task, matrix, band, part, partial);
+            __syncthreads(); // before the next band's sums
+        }
+    }
+}
+
+// Matrices of different encodings. A block has one item, so that the encodings share no state and no register is spilled.
+template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, Items items) {
+    const Items one = {items.first, items.first + 1, 1};
+    int band;
+    switch (matrix_of(task, items.first, 0, band).encoding) {
+    case kNvfp4:
+        run<Fp4Lane, kTiles, false>(task, one);
+        break;
+    case kFp8:
+        run<Fp8Lane, kTiles, false>(task, one);
+        break;
+    case kFp8Blocks:
+        run<Fp8BlocksLane, kTiles, false>(task, one);
+        break;
+    default:
+        run<Half, kTiles, false>(task, one);
+    }
+}
+
+// Blocks that a multiprocessor should hold, by token tiles.
+__device__ constexpr int blocks_a_sm(int tiles, bool wide) { return tiles == 3 ? (wide ? 1 : 2) : tiles == 2 || wide ? 2 : 3; }
+
+#define LINEAR_KERNEL(name, call, blocks)                                                                              \
+    extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks) name(const __grid_constant__ Task task) {        \
+        call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
+    }
