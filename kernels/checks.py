@@ -74,6 +74,11 @@ def launch(
     arguments: tuple[Argument, ...],
     device: torch.device,
     shared_bytes: int = 0,
+    *,
+    early: bool = False,
 ) -> None:
-    """Start a kernel on torch's current stream. Raises as `module_on`, and EnvironmentFault if it cannot start."""
-    module_on(source, device).launch(name, blocks, threads, arguments, shared_bytes)
+    """Start a kernel on torch's current stream; `early` as for `Module.launch`.
+
+    Raises as `module_on`, and EnvironmentFault if it cannot start.
+    """
+    module_on(source, device).launch(name, blocks, threads, arguments, shared_bytes, early=early)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
@@ -18,6 +19,8 @@ Argument = (
 )  # pointer, int32, float32, struct by value, null pointer
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
+EARLIEST = 90  # compute capability, times ten, from which kernels may start early
+IN_TURN = "DUOVOLT_IN_TURN"  # set to anything, each kernel starts when the one before it has ended
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
 
 
@@ -53,7 +56,9 @@ class Module:
         self._driver = driver()
         self._device = device
         self.arch, image = _first_image(source, arches, defines)
-        if not self.arch.startswith("sm_"):
+        native = self.arch.startswith("sm_")
+        self._starts_early = native and int(self.arch[3:].rstrip("af")) >= EARLIEST and not os.environ.get(IN_TURN)
+        if not native:
             image += b"\0"  # the driver takes PTX as a C string
         self._call("cuInit", 0)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device))
@@ -72,10 +77,14 @@ class Module:
         threads: int,
         arguments: tuple[Argument, ...],
         shared_bytes: int = 0,
+        *,
+        early: bool = False,
     ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
-        `shared_bytes`: dynamic shared memory a block, above 48 KB too. Raises EnvironmentFault if the driver refuses.
+        `shared_bytes`: dynamic shared memory a block, above 48 KB too. `early`: it may start while the kernel before it in
+        the stream still runs, for it waits by itself (csrc/early.cuh), where the card can do so. Raises EnvironmentFault if
+        the driver refuses.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         values = [_as_ctypes(item) for item in arguments]
@@ -85,10 +94,25 @@ class Module:
         self._call("cuCtxPushCurrent", self._context)
         try:
             function = self._function(name, shared_bytes)
-            where = (*grid, threads, 1, 1, shared_bytes, stream)
-            self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
+            if early and self._starts_early:
+                where = self._early(grid, threads, shared_bytes, stream)
+                self._call("cuLaunchKernelEx", where, function, ctypes.addressof(pointers), 0, what=f"launching {name}")
+            else:
+                plain = (*grid, threads, 1, 1, shared_bytes, stream)
+                self._call("cuLaunchKernel", function, *plain, ctypes.addressof(pointers), 0, what=f"launching {name}")
         finally:
             self._call("cuCtxPopCurrent")
+
+    def _early(self, grid: tuple[int, ...], threads: int, shared_bytes: int, stream: int) -> Any:
+        attribute = self._driver.CUlaunchAttribute()
+        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        where = self._driver.CUlaunchConfig()
+        where.gridDimX, where.gridDimY, where.gridDimZ = grid
+        where.blockDimX, where.blockDimY, where.blockDimZ = threads, 1, 1
+        where.sharedMemBytes, where.hStream = shared_bytes, stream
+        where.attrs, where.numAttrs = [attribute], 1
+        return where
 
     def attribute(self, name: str, attribute: str) -> int:
         """A `CUfunction_attribute` of kernel `name`, for example NUM_REGS or SHARED_SIZE_BYTES."""

@@ -47,7 +47,8 @@ def rms_norm(
     """
     out, strides = _checked_rms(x, weight, delta, out, wide, overflows)
     arguments = (x, strides["x"], delta, strides["delta"], weight, out, strides["out"], wide, strides["wide"])
-    launch(SOURCE, "rms_norm", x.shape[0], _THREADS, (*arguments, overflows, x.shape[1], float(eps)), x.device)
+    arguments = (*arguments, overflows, x.shape[1], float(eps))
+    launch(SOURCE, "rms_norm", x.shape[0], _THREADS, arguments, x.device, early=True)
     return out
 
 
@@ -112,6 +113,7 @@ def gated_rms_norm(
         threads,
         (x, gate, stride, weight, out, overflows, heads, float(eps)),
         x.device,
+        early=True,
     )
     return out
 
@@ -150,7 +152,7 @@ def output_gate(
     out = _checked_gate(attended, gate, out, overflows)
     tokens, heads, dim = attended.shape
     arguments = (attended, gate, gate.stride(0), gate.stride(1), out, overflows, heads, dim)
-    launch(SOURCE, "output_gate", tokens, _THREADS, arguments, attended.device)
+    launch(SOURCE, "output_gate", tokens, _THREADS, arguments, attended.device, early=True)
     return out
 
 

@@ -61,6 +61,16 @@ __device__ __forceinline__ unsigned both_upper(unsigned pair) {
     return both;
 }
 
+// 16 bytes that may have been written since this kernel began, through the caches; issued where it stands.
+__device__ __forceinline__ uint4 read_written(const uint4 *address) {
+    uint4 value;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
 // 16 bytes that another block waits for, or writes: past the first-level cache.
 __device__ __forceinline__ uint4 load_now(const uint4 *address) {
     uint4 value;

@@ -1,6 +1,7 @@
 // The decode linear for sm_80 and newer: m16n8k16, a ring of asynchronous copies for each warp, and equal shares.
 #pragma once
 #include "ampere.cuh"
+#include "early.cuh"
 #include "encodings.cuh"
 #include "linear_finish.cuh"
 #include "linear_share.cuh"
@@ -128,8 +129,8 @@ template <class Weight, int kTiles> struct Turns {
             const uint4 *row = reinterpret_cast<const uint4 *>(task.x) + (token * task.groups + tile) * 2;
             loaded[part_of][0] = loaded[part_of][1] = {};
             if (tile < task.groups) {
-                loaded[part_of][0] = read_now(row);
-                loaded[part_of][1] = read_now(row + 1);
+                loaded[part_of][0] = read_written(row);
+                loaded[part_of][1] = read_written(row + 1);
             }
 #endif
         }
@@ -246,6 +247,7 @@ template <class Weight, int kTiles>
 __device__ __forceinline__ void run_spans(const Task &task, const Share &share, int first, int end) {
     Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
     Turns<Weight, kTiles> walk(task, share, first, end, dynamic_shared() + sizeof(Partial<kTiles>));
+    wait_for_previous(); // the weights are on their way
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turns = walk.turns();
     const int whole = task.epilogue == kSwiglu ? 2 * turns : turns;
 #pragma unroll 1
@@ -298,12 +300,14 @@ __device__ __forceinline__ void run_spans(const Task &task, const Share &share, 
 }
 
 template <class Weight, int kTiles> __device__ __forceinline__ void run(const Task &task) {
+    let_next_start();
     const Share share(task);
     run_spans<Weight, kTiles>(task, share, 0, share.spans());
 }
 
 // Matrices of different encodings: spans of one encoding at a time.
 template <int kTiles> __device__ __forceinline__ void run_any(const Task &task) {
+    let_next_start();
     const Share share(task);
     const auto encoding_of = [&](int index) {
         int band;

@@ -1,4 +1,5 @@
 // Normalisations, the embedding gather and the output gate: one block a token, float32 in, fp16 out for the next product.
+#include "early.cuh"
 #include "norm_row.cuh"
 
 constexpr int kThreads = kRowThreads;
@@ -15,11 +16,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
     float4 values[kQuads], weights[kQuads]; // all asked for at once: one wait
+    let_next_start();
+#pragma unroll
+    for (int k = 0; k < kQuads; ++k) {
+        const int quad = k * kThreads + threadIdx.x;
+        weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
+    }
+    wait_for_previous();
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
         const int quad = k * kThreads + threadIdx.x;
         values[k] = quad < quads ? read(own + quad) : float4{};
-        weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
     if (delta) {
 #pragma unroll
@@ -43,6 +50,8 @@ extern "C" __global__ void gated_rms_norm(const float *x, const float *gate, int
     __shared__ float scratch[32];
     const size_t row = blockIdx.x;
     const int lane = threadIdx.x % 32;
+    let_next_start();
+    wait_for_previous();
     const float4 w = read(reinterpret_cast<const float4 *>(weight) + lane);
     int overflowed = 0;
     for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
@@ -65,6 +74,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const size_t row = blockIdx.x;
     const int quads = heads * dim / 4;
     int overflowed = 0;
+    let_next_start();
+    wait_for_previous();
     for (int quad = threadIdx.x; quad < quads; quad += kThreads) {
         const int head = quad * 4 / dim, d = quad * 4 % dim;
         const float4 v = read(reinterpret_cast<const float4 *>(x) + row * quads + quad);

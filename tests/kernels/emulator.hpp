@@ -146,6 +146,7 @@ inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<unsig
 inline unsigned shared_1(SharedAddress address) { return *address; }
 inline uint2 shared_8(SharedAddress address) { return *reinterpret_cast<uint2 *>(address); }
 inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *>(address); }
+inline uint4 read_written(const uint4 *address) { return __ldg(address); }
 inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
 static thread_local std::vector<std::vector<Copy>> groups(1);
 inline void copy_async(SharedAddress shared, const unsigned char *global) { groups.back().push_back({shared, global, true}); }

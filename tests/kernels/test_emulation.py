@@ -191,22 +191,19 @@ def test_bf16_keeps_every_value_within_thirty_powers_of_two_of_the_largest():
     assert ((values - exact).abs() <= 2.0**-39 * exact[0]).all()
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "fp8_blocks"])
-def test_items_cut_among_blocks_keep_their_bits(host_kernels, encode, encoding):
-    """Five bands, or pairs of them, for two, three and four blocks: cuts lie in a band, in a gate and in an up."""
+@pytest.mark.parametrize(("encoding", "bands", "blocks"), [("nvfp4", 4, 3), ("fp8_blocks", 3, 2)])
+def test_items_cut_among_blocks_keep_their_bits(host_kernels, encode, encoding, bands, blocks):
+    """Bands cut in the middle; pairs of them in the gate and in the up (four for three), and between both (three for two)."""
     rng = np.random.default_rng(12)
-    columns = 16 * 150  # more than a round of turns
-    parts = [encode(encoding, rng.standard_normal((160, columns)).astype(np.float32)).weight for _ in range(2)]
-    for tokens in (2, 11):
-        x = tokens_of(rng, tokens, columns)
-        whole, gated = product(host_kernels, x, parts[0], blocks=1), torch.zeros(tokens, 160, dtype=torch.float16)
-        run(host_kernels, x, parts, [gated], SWIGLU, blocks=1)
-        for blocks in (2, 3, 4):
-            cut = product(host_kernels, x, parts[0], blocks=blocks)
-            np.testing.assert_array_equal(cut.view(np.uint32), whole.view(np.uint32))
-            again = torch.zeros_like(gated)
-            run(host_kernels, x, parts, [again], SWIGLU, blocks=blocks)
-            assert torch.equal(again, gated)
+    rows, columns = 32 * bands, 16 * 70
+    parts = [encode(encoding, rng.standard_normal((rows, columns)).astype(np.float32)).weight for _ in range(2)]
+    x = tokens_of(rng, 9, columns)
+    whole, gated = product(host_kernels, x, parts[0], blocks=1), torch.zeros(9, rows, dtype=torch.float16)
+    run(host_kernels, x, parts, [gated], SWIGLU, blocks=1)
+    cut, again = product(host_kernels, x, parts[0], blocks=blocks), torch.zeros_like(gated)
+    np.testing.assert_array_equal(cut.view(np.uint32), whole.view(np.uint32))
+    run(host_kernels, x, parts, [again], SWIGLU, blocks=blocks)
+    assert torch.equal(again, gated)
 
 
 def test_a_mixture_cut_among_blocks_keeps_its_bits(host_kernels, encode):
@@ -215,7 +212,7 @@ def test_a_mixture_cut_among_blocks_keeps_its_bits(host_kernels, encode):
     weights = [encode(e, rng.standard_normal((n, 16 * 70)).astype(np.float32)).weight for e, n in shapes.items()]
     x = tokens_of(rng, 3, 16 * 70)
     alone = np.concatenate([product(host_kernels, x, weight, blocks=1) for weight in weights], axis=1)
-    for blocks in (2, 3, 5, 7):
+    for blocks in (2, 5):
         wide = torch.full((3, sum(shapes.values())), -7.0)
         run(host_kernels, x, weights, list(wide.split(list(shapes.values()), dim=1)), FLOAT, blocks=blocks if is_shared(host_kernels.arch) else None)
         np.testing.assert_array_equal(wide.numpy(), alone)

@@ -32,7 +32,14 @@ class Emulated:
         self.arch = arch
 
     def launch(
-        self, name: str, blocks: int | tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
+        self,
+        name: str,
+        blocks: int | tuple[int, ...],
+        threads: int,
+        arguments: tuple[Any, ...],
+        shared_bytes: int = 0,
+        *,
+        early: bool = False,
     ) -> None:
         slots = b"".join(_slot(argument) for argument in arguments)
         inside = [tensor for argument in arguments for tensor in getattr(argument, "tensors", [argument])]
