@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checkpoint.errors import InputError
 from . import reference
 from .module import load
-from .shares import is_shared, share, slots, warps
+from .shares import is_shared, share, slots, threads
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, task
 from .tuning import choice, multiprocessors
 from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
@@ -149,7 +149,7 @@ def _launch(x: Tensor, weights: Sequence[Weight], filled: Task) -> None:
     else:
         blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
-    module.launch(f"linear_{kernel}_{padded}", blocks, 32 * warps(module.arch), (filled,), shared_bytes, early=True)
+    module.launch(f"linear_{kernel}_{padded}", blocks, threads(module.arch), (filled,), shared_bytes, early=True)
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 from ..checkpoint.errors import EnvironmentFault
 from .task import SWIGLU, Task
 
-WARPS, WARPS_OF_LARGE = 8, 16  # of a block, as in csrc/linear_task.cuh
+WARPS, WARPS_OF_LARGE = 8, 16  # of a block that multiply, as in csrc/linear_task.cuh
 TURNS = {"nvfp4": 8, "fp8": 4, "fp8_blocks": 4, "half": 4}  # tiles that a warp takes at a time, as in csrc/encodings.cuh
-COSTS = {"nvfp4": 9, "fp8": 8, "fp8_blocks": 8, "half": 16}  # of a turn, as in csrc/linear_share.cuh
+COSTS = {"nvfp4": 9, "fp8": 8, "fp8_blocks": 8, "half": 16}  # of a turn in a mixture, as in csrc/linear_share.cuh
 SPARE = 4  # sets kept ready for captures to come, which must not allocate
 _BAND, _MOST_TOKENS = 32, 24
 
@@ -27,8 +27,18 @@ def is_shared(arch: str) -> bool:
 
 
 def warps(arch: str) -> int:
-    """Of a block."""
+    """Of a block that multiply."""
     return WARPS_OF_LARGE if 90 <= _number(arch) < 120 else WARPS
+
+
+def threads(arch: str) -> int:
+    """Of a block: those of its warps and, where items are shared, of one that finishes them."""
+    return 32 * (warps(arch) + is_shared(arch))
+
+
+def pages(tokens: int) -> int:
+    """Bands whose sums a block holds for the warp that finishes them, for tokens rounded up to eights."""
+    return 2 if tokens < 24 else 1
 
 
 def blocks_a_multiprocessor(arch: str) -> int:
@@ -44,7 +54,8 @@ def share(filled: Task, encodings: list[str], arch: str, blocks: int) -> int:
         firsts = [filled.matrix[index].first_band for index in range(filled.matrices)] + [filled.items]
         bands = [after - first for first, after in itertools.pairwise(firsts)]
     parts = 2 if filled.epilogue == SWIGLU else 1
-    costs = [parts * -(-filled.groups // TURNS[encoding]) * COSTS[encoding] for encoding in encodings]  # of an item
+    mixed = len(set(encodings)) > 1
+    costs = [parts * -(-filled.groups // TURNS[encoding]) * (COSTS[encoding] if mixed else 1) for encoding in encodings]
     total = sum(count * cost for count, cost in zip(bands, costs, strict=True))
     blocks = max(1, min(blocks, total // max(costs)))
     filled.share, filled.extra = divmod(total, blocks)

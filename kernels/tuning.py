@@ -15,9 +15,9 @@ import torch
 
 from ..checkpoint.errors import InputError
 from .build import cache_directory, write_atomically
-from .shares import blocks_a_multiprocessor, is_shared, warps
+from .shares import blocks_a_multiprocessor, is_shared, pages, warps
 
-STAGES = {"nvfp4": 3, "fp8": 3, "half": 2}  # of each warp's ring of copies, as in csrc/encodings.cuh
+STAGES = {"nvfp4": 2, "fp8": 2, "half": 2}  # of each warp's ring of copies, as in csrc/encodings.cuh
 STAGE_BYTES = {
     "nvfp4": 8 * 288,
     "fp8": 4 * 544,
@@ -60,7 +60,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
-        sums = (warps(arch) + 1) * tokens * _PADDED_BAND * 4
+        bands = pages(tokens) if is_shared(arch) else 1
+        sums = (bands * warps(arch) + 1) * tokens * _PADDED_BAND * 4
         if not is_shared(arch):
             return sums
         names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]

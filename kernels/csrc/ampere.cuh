@@ -61,6 +61,14 @@ __device__ __forceinline__ unsigned both_upper(unsigned pair) {
     return both;
 }
 
+// Barrier `number` of a block, for `threads` of them: some only announce themselves, others wait for all.
+__device__ __forceinline__ void arrive_at(int number, int threads) {
+    asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void wait_at(int number, int threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // 16 bytes that may have been written since this kernel began, through the caches; issued where it stands.
 __device__ __forceinline__ uint4 read_written(const uint4 *address) {
     uint4 value;

@@ -14,10 +14,10 @@
 #include "volta.cuh"
 
 #ifndef NVFP4_STAGES
-#define NVFP4_STAGES 3
+#define NVFP4_STAGES 2
 #endif
 #ifndef FP8_STAGES
-#define FP8_STAGES 3
+#define FP8_STAGES 2
 #endif
 #ifndef HALF_STAGES
 #define HALF_STAGES 2

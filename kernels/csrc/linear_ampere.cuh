@@ -1,4 +1,5 @@
-// The decode linear for sm_80 and newer: m16n8k16, a ring of asynchronous copies for each warp, and equal shares.
+// The decode linear for sm_80 and newer: m16n8k16, a ring of asynchronous copies for each warp, equal shares, and a warp that
+// finishes bands while the others go on.
 #pragma once
 #include "ampere.cuh"
 #include "early.cuh"
@@ -6,8 +7,8 @@
 #include "linear_finish.cuh"
 #include "linear_share.cuh"
 
-// One warp's turns through the spans [span, end) of its block's share: loads run ahead of products, across bands too.
-template <class Weight, int kTiles> struct Turns {
+// One warp's turns through spans of its block's share: loads run ahead of products, across bands too.
+template <class Weight, int kTiles, bool kMixed> struct Turns {
     static constexpr int kTurn = Weight::kTurn;
     static constexpr int kStages = Weight::kStages;
     static constexpr int kStageBytes = kTurn * Weight::kTileStride;
@@ -15,22 +16,20 @@ template <class Weight, int kTiles> struct Turns {
     static constexpr int kTurnBytes = kTurn * kTileBytes;
 
     const Task &task;
-    const Share &share;
-    int span, end, part;                 // of the turn to load next, and where to stop
+    Course<kMixed> ahead;                // at the turn to load next
     int full, cut;                       // turns left of its stretch, and tiles of a last one that is cut short
     const unsigned char *words, *scales; // of this lane in that turn
     SharedAddress ring, stage, free;     // of this warp: the stage to multiply next, and the one to fill next
     int lane, to, scales_to, from;       // offsets in a stage: of this lane's copies, and of what it multiplies
     uint4 x_even[kTiles][2], x_odd[kTiles][2]; // x of every other four tiles, for the next products
 
-    __device__ Turns(const Task &task, const Share &share, int first, int end, unsigned char *shared)
-        : task(task), share(share), span(first), end(end), part(-1), full(0), cut(0),
+    __device__ Turns(const Task &task, const Course<kMixed> &course, unsigned char *shared)
+        : task(task), ahead(course), full(0), cut(0),
           ring(shared_address(shared + threadIdx.x / 32 * kStages * kStageBytes)), stage(ring), free(ring),
           lane(kept(threadIdx.x % 32)), to(kept(place(lane))),
           // Scales: 16 bytes for each of the first lanes, two lanes a tile.
           scales_to(kept(lane / 2 * Weight::kTileStride + kTileBytes + lane % 2 * 16)),
           from(kept(lane % 4 * Weight::kTileStride)) {
-        next_stretch();
 #pragma unroll 1 // a new launch finds no instructions in the caches: short code starts sooner
         for (int count = 0; count < kStages - 1; ++count) {
             load();
@@ -38,38 +37,35 @@ template <class Weight, int kTiles> struct Turns {
         }
     }
 
-    __device__ int turns() const { return (task.groups + kTurn - 1) / kTurn; }
-
     // Where a lane's first 16 bytes of a turn go: chunk `lane` of the tiles, which stand kTileStride apart.
     __device__ static int place(int lane) {
         return lane * 16 / kTileBytes * Weight::kTileStride + lane * 16 % kTileBytes;
     }
 
-    // Goes to the next stretch in which this warp has a turn.
-    __device__ void next_stretch() {
-        while (span < end) {
-            const Span now = share.span(span);
-            ++part;
-            if (part > (task.epilogue == kSwiglu ? 1 : 0) || part * turns() >= now.end) {
-                ++span;
-                part = -1;
-            } else if (const Stretch stretch(now, part, turns()); stretch.count > 0) {
-                int band;
-                const Matrix &matrix = matrix_of(task, now.item, part, band);
-                const long long tile = static_cast<long long>(band) * task.groups + stretch.turn * kTurn;
-                words = matrix.words + tile * kTileBytes + lane * 16;
-                scales = matrix.group_scales + tile * kRows + lane * 16;
-                const bool ends = stretch.turn + (stretch.count - 1) * kWarps == turns() - 1;
-                cut = ends ? task.groups % kTurn : 0;
-                full = stretch.count - (cut > 0);
-                return;
-            }
+    // Takes the next stretch in which the warp has a turn.
+    __device__ void take_stretch() {
+        while (ahead.count == 0 && !ahead.done()) {
+            ahead.next();
+        }
+        if (ahead.count > 0) {
+            int band;
+            const Matrix &matrix = matrix_of(task, ahead.span.item, ahead.part, band);
+            const long long tile = static_cast<long long>(band) * task.groups + ahead.turn * kTurn;
+            words = matrix.words + tile * kTileBytes + lane * 16;
+            scales = matrix.group_scales + tile * kRows + lane * 16;
+            const bool ends = ahead.turn + (ahead.count - 1) * kWarps == ahead.turns - 1;
+            cut = ends ? task.groups % kTurn : 0;
+            full = ahead.count - (cut > 0);
+            ahead.count = 0;
         }
     }
 
     // Loads a turn into the stage `free`.
     __device__ void load() {
 #ifndef ABLATE_LOADS
+        if (full + cut == 0) {
+            take_stretch();
+        }
         if (full > 0) {
 #pragma unroll
             for (int i = 0; i < kTurnBytes / 512; ++i) {
@@ -80,9 +76,7 @@ template <class Weight, int kTiles> struct Turns {
             }
             words += kWarps * kTurnBytes;
             scales += kWarps * kTurn * kRows;
-            if (--full + cut == 0) {
-                next_stretch();
-            }
+            --full;
         } else if (cut > 0) {
             load_cut();
         }
@@ -92,6 +86,7 @@ template <class Weight, int kTiles> struct Turns {
 
     __device__ void load_cut() {
         const unsigned char *any = reinterpret_cast<const unsigned char *>(task.x);
+#pragma unroll 1
         for (int i = 0; i < kTurnBytes / 512; ++i) {
             if ((i * 512 + lane * 16) / kTileBytes < cut) {
                 copy_async(free + to + step(i), words + i * 512);
@@ -107,7 +102,6 @@ template <class Weight, int kTiles> struct Turns {
             }
         }
         cut = 0;
-        next_stretch();
     }
 
     // How far chunk `lane + 32 i` lies from chunk `lane`.
@@ -144,9 +138,10 @@ template <class Weight, int kTiles> struct Turns {
         return half * 16 + (Weight::kGroupScales ? 2 * g + lower : 8 * lower + g);
     }
 
-    // Adds the products of a warp's next turn, which is turn `turn` of the band and whose first x is there.
-    __device__ void multiply(float (&sum)[kTiles][8], int turn) {
-        const int tile = turn * kTurn, next = tile + kWarps * kTurn; // past the band's end, no x is loaded
+    // Adds the products of a warp's next turn, which is turn `turn` of the band and whose first x is there; `after` is the
+    // one after it.
+    __device__ void multiply(float (&sum)[kTiles][8], int turn, int after) {
+        const int tile = turn * kTurn, next = after * kTurn;
         wait_copies<kStages - 2>();
         __syncwarp(); // the copies of the other lanes, too
         load();       // into the stage that the last turn left
@@ -217,98 +212,188 @@ template <class Weight, int kTiles> struct Turns {
         }
     }
 
-    // The products of one warp with a stretch of a band.
-    __device__ void multiply_stretch(float (&sum)[kTiles][8], const Matrix &matrix, int band, const Stretch &stretch) {
-        int turn = stretch.turn;
-        if (kTiles < 3) {
-            load_x(x_even, turn * kTurn);
+    // The products of one warp with a stretch of a band; `after` is the turn with which the next one begins.
+    __device__ void multiply_stretch(float (&sum)[kTiles][8], const Matrix &matrix, int band, int turn, int count,
+                                     int after) {
+        if (count == 0 && kTiles < 3) {
+            load_x(x_even, after * kTurn);
         }
 #pragma unroll 1
-        for (int count = stretch.count; count > 0; --count) {
+        for (; count > 0; --count) {
+            const int next = count > 1 ? turn + kWarps : after;
             if (Weight::kBlocks) {
                 const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
                 const float scale = __ldg(matrix.block_scales + block);
                 float products[kTiles][8] = {};
-                multiply(products, turn);
+                multiply(products, turn, next);
 #pragma unroll
                 for (int index = 0; index < kTiles * 8; ++index) {
                     sum[index / 8][index % 8] = fmaf(scale, products[index / 8][index % 8], sum[index / 8][index % 8]);
                 }
             } else {
-                multiply(sum, turn);
+                multiply(sum, turn, next);
             }
-            turn += kWarps;
+            turn = next;
         }
     }
 };
 
-// The spans [first, end) of a block's share, all of one encoding.
-template <class Weight, int kTiles>
-__device__ __forceinline__ void run_spans(const Task &task, const Share &share, int first, int end) {
-    Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
-    Turns<Weight, kTiles> walk(task, share, first, end, dynamic_shared() + sizeof(Partial<kTiles>));
+// What the warps leave to the finishing one: their sums of a band, in turns here and there where memory allows.
+template <int kTiles> struct Board {
+    static constexpr int kPages = kTiles < 3 ? 2 : 1;
+    static constexpr int kAll = (kWarps + 1) * 32;
+
+    float sums[kPages][kWarps][kTiles * kTokens][kRows + 1]; // a word of padding: lanes would meet in one bank
+    float gates[kTiles * kTokens][kRows + 1];
+
+    __device__ static int written(int page) { return 1 + page; }
+    __device__ static int read(int page) { return 1 + kPages + page; }
+};
+
+// The products of one of kWarps warps with the spans [first, end) of its block's share.
+template <class Weight, int kTiles, bool kMixed>
+__device__ __forceinline__ void multiply_spans(const Task &task, const Share<kMixed> &share, int first, int end, int parts,
+                                               Board<kTiles> &board) {
+    using Walk = Turns<Weight, kTiles, kMixed>;
+    Course<kMixed> course(share, first, end, parts, (task.groups + Walk::kTurn - 1) / Walk::kTurn);
+    Walk walk(task, course, dynamic_shared() + sizeof(Board<kTiles>));
     wait_for_previous(); // the weights are on their way
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turns = walk.turns();
-    const int whole = task.epilogue == kSwiglu ? 2 * turns : turns;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (kTiles < 3) {
+        walk.load_x(walk.x_even, course.turn * Walk::kTurn);
+    }
+    int bands = 0; // that were left to the finishing warp
 #pragma unroll 1
-    for (int index = first; index < end; ++index) {
-        const Span span = share.span(index);
+    while (!course.done()) {
+        int band;
+        const Matrix &matrix = matrix_of(task, course.span.item, course.part, band);
+        const int turn = course.turn, count = course.count;
+        const bool begins = course.from == 0, finishes = course.finishes();
+        course.next();
         float sum[kTiles][8];
-        if (span.begin >= turns) {
-            Handed<kTiles>(task, static_cast<int>(blockIdx.x) - 1).receive_gates(task, partial[kWarps]);
+#pragma unroll
+        for (int i = 0; i < kTiles * 8; ++i) {
+            sum[i / 8][i % 8] = 0.0f;
         }
-#pragma unroll 1
-        for (int part = span.begin >= turns; part * turns < min(span.end, whole); ++part) {
-            const Stretch stretch(span, part, turns);
-            int band;
-            const Matrix &matrix = matrix_of(task, span.item, part, band);
+        if (!begins) {
+            Handed<kTiles>(task, static_cast<int>(blockIdx.x) - 1).receive_sums(task, sum);
+        }
+        walk.multiply_stretch(sum, matrix, band, turn, count, course.turn);
+        if (!finishes) {
+            Handed<kTiles>(task, blockIdx.x).send_sums(task, sum);
+            continue;
+        }
+        const int page = bands % Board<kTiles>::kPages;
+        if (bands >= Board<kTiles>::kPages) {
+            wait_at(Board<kTiles>::read(page), Board<kTiles>::kAll);
+        }
 #pragma unroll
-            for (int i = 0; i < kTiles * 8; ++i) {
-                sum[i / 8][i % 8] = 0.0f;
-            }
-            if (stretch.from > 0) {
-                Handed<kTiles>(task, static_cast<int>(blockIdx.x) - 1).receive_sums(task, sum);
-            }
-            const bool ends = stretch.to == turns;
-            if (ends) {
-                prefetch_rest(task, matrix, band);
-            }
-            walk.multiply_stretch(sum, matrix, band, stretch);
-            if (!ends) {
-                Handed<kTiles>(task, blockIdx.x).send_sums(task, sum);
-                continue;
-            }
+        for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const int token = tile * kTokens + walk.token(lane, i);
-                    if (token < task.tokens) {
-                        partial[warp][token][walk.row(lane, i)] = sum[tile][i];
-                    }
+            for (int i = 0; i < 8; ++i) {
+                const int token = tile * kTokens + walk.token(lane, i);
+                if (token < task.tokens) {
+                    board.sums[page][warp][token][walk.row(lane, i)] = sum[tile][i];
                 }
             }
-            __syncthreads();
-            finish<Weight, kTiles>(task, matrix, band, part, partial);
-            __syncthreads(); // before the next band's sums
         }
-        if (span.end < whole && span.end >= turns) {
-            Handed<kTiles>(task, blockIdx.x).send_gates(task, partial[kWarps]);
-            __syncthreads(); // before the next gates
+        arrive_at(Board<kTiles>::written(page), Board<kTiles>::kAll);
+        ++bands;
+    }
+    // The finishing warp announces itself after each band: every announcement finds its wait.
+    for (int index = max(bands - Board<kTiles>::kPages, 0); index < bands; ++index) {
+        wait_at(Board<kTiles>::read(index % Board<kTiles>::kPages), Board<kTiles>::kAll);
+    }
+}
+
+// What the last warp does with the same spans: a lane a row, the warps' sums in order, and what follows the product.
+template <class Weight, int kTiles, bool kMixed>
+__device__ __forceinline__ void finish_spans(const Task &task, const Share<kMixed> &share, int first, int end, int parts,
+                                             Board<kTiles> &board) {
+    const int lane = threadIdx.x % 32, kTurn = Weight::kTurn;
+    Course<kMixed> course(share, first, end, parts, (task.groups + kTurn - 1) / kTurn);
+    wait_for_previous();
+    int bands = 0;
+#pragma unroll 1
+    for (; !course.done(); course.next()) {
+        if (course.part == 1 && course.span.begin >= course.turns) {
+            __syncwarp(); // before it overwrites what other lanes may still use
+            Handed<kTiles>(task, static_cast<int>(blockIdx.x) - 1).receive_gates(task, board.gates);
+            __syncwarp();
         }
+        if (!course.finishes()) {
+            continue;
+        }
+        int band;
+        const Matrix &matrix = matrix_of(task, course.span.item, course.part, band);
+        const int row = band * kRows + lane, page = bands % Board<kTiles>::kPages;
+        const bool there = row < matrix.rows;
+        float scale = Weight::kUnit, residual[kTokens]; // of the first tokens, asked for before they are needed
+        if (!Weight::kBlocks && there) {
+            scale *= __ldg(matrix.scale + row * matrix.scale_stride);
+        }
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+            residual[token] = 0.0f;
+            if (matrix.residual != nullptr && there && token < task.tokens) {
+                residual[token] = matrix.residual[static_cast<size_t>(token) * matrix.out_stride + row];
+            }
+        }
+        wait_at(Board<kTiles>::written(page), Board<kTiles>::kAll);
+#pragma unroll
+        for (int token = 0; token < kTiles * kTokens; ++token) {
+            if (token < task.tokens) {
+                float value = board.sums[page][0][token][lane];
+#pragma unroll
+                for (int warp = 1; warp < kWarps; ++warp) {
+                    value += board.sums[page][warp][token][lane];
+                }
+                value *= scale;
+                float &gate = board.gates[token][lane];
+                if (parts == 2 && course.part == 0) {
+                    gate = value / (1.0f + expf(-value));
+                } else if (there) {
+                    const size_t place = static_cast<size_t>(token) * matrix.out_stride + row;
+                    if (parts == 2) {
+                        value *= gate;
+                    } else if (matrix.residual != nullptr) {
+                        value += token < kTokens ? residual[token % kTokens] : matrix.residual[place];
+                    }
+                    store(task, matrix, place, value);
+                }
+            }
+        }
+        arrive_at(Board<kTiles>::read(page), Board<kTiles>::kAll);
+        ++bands;
+        if (parts == 2 && course.part == 0 && course.span.end < 2 * course.turns) {
+            __syncwarp();
+            Handed<kTiles>(task, blockIdx.x).send_gates(task, board.gates);
+            __syncwarp();
+        }
+    }
+}
+
+template <class Weight, int kTiles, bool kMixed>
+__device__ __forceinline__ void run_spans(const Task &task, const Share<kMixed> &share, int first, int end) {
+    Board<kTiles> &board = *reinterpret_cast<Board<kTiles> *>(dynamic_shared());
+    const int parts = task.epilogue == kSwiglu ? 2 : 1;
+    if (threadIdx.x / 32 < kWarps) {
+        multiply_spans<Weight, kTiles>(task, share, first, end, parts, board);
+    } else {
+        finish_spans<Weight, kTiles>(task, share, first, end, parts, board);
     }
 }
 
 template <class Weight, int kTiles> __device__ __forceinline__ void run(const Task &task) {
     let_next_start();
-    const Share share(task);
+    const Share<false> share(task);
     run_spans<Weight, kTiles>(task, share, 0, share.spans());
 }
 
 // Matrices of different encodings: spans of one encoding at a time.
 template <int kTiles> __device__ __forceinline__ void run_any(const Task &task) {
     let_next_start();
-    const Share share(task);
+    const Share<true> share(task);
     const auto encoding_of = [&](int index) {
         int band;
         return matrix_of(task, share.span(index).item, 0, band).encoding;
@@ -340,6 +425,6 @@ template <int kTiles> __device__ __forceinline__ void run_any(const Task &task) 
 __device__ constexpr int blocks_a_sm(int, bool) { return kWarps == 16 ? 1 : 2; }
 
 #define LINEAR_KERNEL(name, call, blocks)                                                                              \
-    extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks) name(const __grid_constant__ Task task) {        \
+    extern "C" __global__ void __launch_bounds__((kWarps + 1) * 32, blocks) name(const __grid_constant__ Task task) {        \
         call(task);                                                                                                    \
     }

@@ -24,7 +24,15 @@ struct Span {
     int item, begin, end;
 };
 
-struct Share {
+// Quotient of numbers below 2^23 by one below 2^15: the compiler's own way takes four times as long.
+__device__ __forceinline__ int quotient(int number, int by) {
+    int found = static_cast<int>(static_cast<float>(number) * fast_inverse(static_cast<float>(by)));
+    const int rest = number - found * by;
+    return rest < 0 ? found - 1 : rest >= by ? found + 1 : found;
+}
+
+// kMixed: encodings differ, and turns count by their bytes; otherwise each counts for one.
+template <bool kMixed> struct Share {
     int first, begin; // the block's first item, and how many of its turns the block before does
     int last, end;    // the item after its last whole one, and how many of its turns it does
 
@@ -37,14 +45,14 @@ struct Share {
     __device__ void locate(const Task &task, int cost, int &item, int &turn) const {
         item = 0;
         for (int index = 0;; ++index) {
-            const int encoding = task.matrix[index].encoding, unit = cost_of(encoding);
+            const int encoding = task.matrix[index].encoding, unit = kMixed ? cost_of(encoding) : 1;
             const int whole = turns_of(encoding, task.groups) * (task.epilogue == kSwiglu ? 2 : 1);
-            const bool is_last = task.epilogue == kSwiglu || index + 1 == task.matrices;
+            const bool is_last = !kMixed || index + 1 == task.matrices;
             const int bands = is_last ? 0 : task.matrix[index + 1].first_band - item;
             if (is_last || cost < bands * whole * unit) {
-                const int passed = cost / unit;
-                item += passed / whole;
-                turn = passed % whole;
+                const int passed = kMixed ? cost / unit : cost, items = quotient(passed, whole);
+                item += items;
+                turn = passed - items * whole;
                 return;
             }
             cost -= bands * whole * unit;
@@ -66,13 +74,38 @@ struct Share {
     }
 };
 
-// The turns of one warp in part `part` (gate or up) of a span, of bands of `turns`: `count` from `turn` on, every kWarps-th.
-struct Stretch {
-    int from, to; // of all warps
+// The way of one warp through the stretches of its block: runs of turns in one band (or one of two parts, for SwiGLU), of
+// which the warp has `count`, from `turn` on, every kWarps-th.
+template <bool kMixed> struct Course {
+    const Share<kMixed> &share;
+    int index, end;         // spans from here on
+    int part, parts, turns; // turns: of a band
+    Span span;
+    int from, to; // of the band, for all warps
     int turn, count;
 
-    __device__ Stretch(const Span &span, int part, int turns)
-        : from(max(span.begin - part * turns, 0)), to(min(span.end - part * turns, turns)) {
+    __device__ Course(const Share<kMixed> &share, int first, int end, int parts, int turns)
+        : share(share), index(first - 1), end(end), part(parts - 1), parts(parts), turns(turns) {
+        next();
+    }
+
+    __device__ bool done() const { return index >= end; }
+    __device__ bool finishes() const { return to == turns; }
+
+    __device__ void next() {
+        do {
+            if (++part == parts) {
+                part = 0;
+                if (++index >= end) {
+                    count = 0;
+                    turn = kToTheEnd / 64; // of no tile
+                    return;
+                }
+                span = share.span(index);
+            }
+            from = max(span.begin - part * turns, 0);
+            to = min(span.end - part * turns, turns);
+        } while (from >= to);
         const int warp = threadIdx.x / 32;
         turn = from + (warp - from % kWarps + kWarps) % kWarps;
         count = max(to - turn + kWarps - 1, 0) / kWarps;
@@ -108,23 +141,22 @@ template <int kTiles> struct Handed {
         return found;
     }
 
-    // Gates of a SwiGLU whose up goes on elsewhere, of the tokens there are: `gates[token][row]`.
+    // Gates of a SwiGLU whose up goes on elsewhere, `gates[token][row]`: one warp's doing.
     __device__ void send_gates(const Task &task, const float (*gates)[kRows + 1]) {
-        const int token = threadIdx.x / 8, row = threadIdx.x % 8 * 4;
-        if (token < task.tokens) {
-            send(2 * kTiles * kThreads + threadIdx.x, gates[token][row], gates[token][row + 1], gates[token][row + 2],
-                 gates[token][row + 3]);
+        for (int index = threadIdx.x % 32; index < task.tokens * 8; index += 32) {
+            const float *four = gates[index / 8] + index % 8 * 4;
+            send(2 * kTiles * kThreads + index, four[0], four[1], four[2], four[3]);
         }
     }
 
     __device__ void receive_gates(const Task &task, float (*gates)[kRows + 1]) {
-        const int token = threadIdx.x / 8, row = threadIdx.x % 8 * 4;
-        if (token < task.tokens) {
-            const uint4 four = receive(2 * kTiles * kThreads + threadIdx.x);
-            gates[token][row] = __uint_as_float(four.x);
-            gates[token][row + 1] = __uint_as_float(four.y);
-            gates[token][row + 2] = __uint_as_float(four.z);
-            gates[token][row + 3] = __uint_as_float(four.w);
+        for (int index = threadIdx.x % 32; index < task.tokens * 8; index += 32) {
+            const uint4 found = receive(2 * kTiles * kThreads + index);
+            float *four = gates[index / 8] + index % 8 * 4;
+            four[0] = __uint_as_float(found.x);
+            four[1] = __uint_as_float(found.y);
+            four[2] = __uint_as_float(found.z);
+            four[3] = __uint_as_float(found.w);
         }
     }
 

@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstddef>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -65,7 +67,7 @@ inline bool inside(const void *address, size_t bytes) {
 
 template <class T> T __ldg(const T *address) { return inside(address, sizeof(T)) ? *address : T{}; }
 template <class T> T __ldcs(const T *address) { return __ldg(address); }
-inline void __syncwarp() {} // orders loads for the compiler only
+inline void __syncwarp() { pthread_barrier_wait(&warp_barriers[threadIdx.x / 32]); }
 inline void prefetch(const void *) {}
 inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
 
@@ -176,6 +178,28 @@ inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
     return result;
 }
 
+// Barriers of which some threads only announce themselves.
+struct Meeting {
+    std::mutex door;
+    std::condition_variable complete;
+    int here = 0, rounds = 0;
+};
+static Meeting meetings[16];
+inline void arrive_at(int number, int threads, bool stay = false) {
+    Meeting &meeting = meetings[number];
+    std::unique_lock<std::mutex> lock(meeting.door);
+    const int round = meeting.rounds;
+    if (++meeting.here == threads) {
+        meeting.here = 0;
+        ++meeting.rounds;
+        meeting.complete.notify_all();
+    } else if (stay) {
+        meeting.complete.wait(lock, [&] { return meeting.rounds != round; });
+    }
+}
+inline void wait_at(int number, int threads) { arrive_at(number, threads, true); }
+
+inline float fast_inverse(float value) { return 1.0f / value; }
 inline unsigned both_lower(unsigned pair) { return (pair & 0xFFFF) * 0x10001u; }
 inline unsigned both_upper(unsigned pair) { return (pair >> 16) * 0x10001u; }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from duovolt.kernels.linear import linear_reference, linears_reference, swiglu_reference
-from duovolt.kernels.shares import is_shared, share, slot_bytes, warps
+from duovolt.kernels.shares import is_shared, share, slot_bytes, threads, warps
 from duovolt.kernels.task import FLOAT, HALF, SWIGLU, Task, matrix_of, task
 from duovolt.kernels.weights import HalfWeight, Nvfp4Weight
 
@@ -29,8 +29,7 @@ def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blo
     array = (ctypes.c_size_t * len(ranges))(*ranges)
     assert library.size_of_task() == ctypes.sizeof(Task)
     assert library.warps_of_a_block() == warps(library.arch)
-    threads = 32 * warps(library.arch)
-    assert library.emulate_linear(kernel, blocks, threads, ctypes.byref(filled), len(ranges) // 2, array) == 0
+    assert library.emulate_linear(kernel, blocks, threads(library.arch), ctypes.byref(filled), len(ranges) // 2, array) == 0
     assert (handed == -1).all(), "a block left what another was to take"
 
 
