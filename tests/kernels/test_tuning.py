@@ -53,11 +53,11 @@ def test_blocks_share_the_bands():
 
 
 def test_shared_memory_of_rings_and_sums():
-    sums, of_more_warps = 9 * 8 * 33 * 4, 17 * 8 * 33 * 4
+    sums, of_two_bands, of_more_warps = (n * 8 * 33 * 4 for n in (9, 17, 33))
     assert Choice().shared_bytes("fp8", 8, "compute_70") == sums
     whole = Choice().shared_bytes("fp8_blocks", 8, "sm_90") - of_more_warps
     assert whole == 16 * STAGES["fp8"] * 4 * 544
-    assert Choice().shared_bytes("fp8_blocks", 8, "sm_86") - sums == 8 * STAGES["fp8"] * 4 * 544
+    assert Choice().shared_bytes("fp8_blocks", 8, "sm_86") - of_two_bands == 8 * STAGES["fp8"] * 4 * 544
     most = max(Choice().shared_bytes(name, 24, "sm_90") for name in STAGES)
     assert Choice().shared_bytes("any", 24, "sm_90") == most
     with pytest.raises(ValueError, match="stages from 2 to 8"):
