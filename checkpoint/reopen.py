@@ -15,12 +15,12 @@ import msgspec
 from .container import read_header
 from .directory import MANIFEST
 from .errors import DuovoltError, InputError
+from .lock import DirectoryLock
 from .manifest import Manifest, has_manifest, read_manifest
 from .stage import (
     JOURNAL,
     NO_JSON,
     AtomicFile,
-    DirectoryLock,
     JournalEntry,
     Mark,
     disk_errors,

@@ -10,7 +10,6 @@ DUOVOLT_COUNT_WRITES=FILE keeps their number in FILE.
 """
 
 import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import xxhash
@@ -27,16 +26,16 @@ import xxhash
 from .digest import digest_bytes, digest_file, file_blocks
 from .directory import INDEX, MANIFEST, index_bytes
 from .errors import CheckFailed, EnvironmentFault, InputError
+from .lock import LOCK, DirectoryLock, require_regular
 from .manifest import FileRecord, Manifest
 from .writeback import begin_writeback
 
-LOCK = ".duovolt.lock"
 JOURNAL = ".duovolt.journal"
 FACTS = ".duovolt.facts"  # what a stage keeps for whoever resumes it
 TEMPORARY = ".duovolt-tmp"
 READ_AGAIN = 1 << 20  # bytes
 WRITE_BEHIND = 16 << 20  # bytes written before the disk is asked to begin with them
-NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding rubbish raises
+NO_JSON = (msgspec.MsgspecError, UnicodeError, RecursionError)  # what decoding rubbish raises
 WRITE_DOORS = ("DUOVOLT_STOP_AT_WRITE", "DUOVOLT_FAIL_AT_WRITE", "DUOVOLT_COUNT_WRITES")
 
 _events = 0
@@ -95,65 +94,6 @@ def require_space(directory: Path, needed: int) -> None:
         raise EnvironmentFault(
             f"{directory}: {needed / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free. Nothing was written."
         )
-
-
-def process_start(pid: int) -> str:
-    """The kernel's start time of a process in clock ticks, '' if there is none: tells a process from a reused pid."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def _require_regular(path: Path) -> None:
-    """Raises InputError if something else than a file bears the name of a file of ours: a pipe would hang us."""
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: not a regular file. Remove it.")
-
-
-class DirectoryLock:
-    """Exclusive use of a directory by one process: `flock`, with pid and start time for the message.
-
-    A dead process's lock is taken over. Raises InputError if a live process holds it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / LOCK
-        self._handle: IO[str] | None = None
-
-    def __enter__(self) -> "DirectoryLock":
-        while True:
-            _require_regular(self.path)
-            handle = self.path.open("a+")
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                handle.seek(0)
-                owner = handle.read().split()
-                handle.close()
-                who = f"process {owner[0]}" if owner else "another process"
-                raise InputError(
-                    f"{self.path.parent}: {who} is writing here. Wait for it, or choose another directory."
-                ) from None
-            # The last owner may have removed the file between our open and our lock: then ours is nameless.
-            if self.path.exists() and os.fstat(handle.fileno()).st_ino == self.path.stat().st_ino:
-                break
-            handle.close()
-        try:
-            handle.truncate(0)
-            handle.write(f"{os.getpid()} {process_start(os.getpid())}\n")
-            handle.flush()
-        except OSError:
-            handle.close()
-            raise
-        self._handle = handle
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._handle is not None:
-            self.path.unlink(missing_ok=True)
-            self._handle.close()
-            self._handle = None
 
 
 def sync_directory(directory: Path) -> None:
@@ -326,7 +266,7 @@ class StageDirectory:
 
     def _read_journal(self) -> None:
         journal = self.path / JOURNAL
-        _require_regular(journal)
+        require_regular(journal)
         if not journal.exists():
             known = {LOCK, *(p.name for p in self.path.glob(f".*{TEMPORARY}"))}
             if strangers := [p.name for p in sorted(self.path.iterdir()) if p.name not in known]:
@@ -362,7 +302,8 @@ class StageDirectory:
                 pass
             try:
                 mark = msgspec.json.decode(line, type=Mark)
-                self._marks.setdefault(mark.part, []).append(mark)
+                if mark.part and Path(mark.part).name == mark.part:  # a file of this directory
+                    self._marks.setdefault(mark.part, []).append(mark)
             except NO_JSON:
                 continue
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -46,6 +47,15 @@ def encode_header(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> by
     if len(raw) > MAX_HEADER:
         raise InputError(f"{len(tensors)} tensors give a header of {len(raw)} bytes; readers accept {MAX_HEADER}.")
     return len(raw).to_bytes(8, "little") + raw
+
+
+def noted_digests(note: Mapping[str, Any] | None, tensors: Sequence[Planned]) -> dict[str, str] | None:
+    """What a journal's note has under `digests`, if it has one for each of exactly these tensors."""
+    try:
+        found = msgspec.convert((note or {}).get("digests"), dict[str, str])
+    except msgspec.ValidationError:
+        return None
+    return found if found.keys() == {tensor.name for tensor in tensors} else None
 
 
 @dataclass

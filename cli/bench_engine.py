@@ -2,11 +2,14 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 
 EXAMPLE = """examples:
@@ -17,10 +20,10 @@ EXAMPLE = """examples:
 
 Decode rounds and first tokens of one rank on a card, as the engine runs them, over random weights in the encodings of a
 recipe (or a rank directory). --devices 0,1 runs both ranks of two; --tp 2 on one card measures one rank of two without its
-twin: sums are its own part. `floor`: every large read at the speed of a plain read of its bytes, measured in the same run,
-and --collective-us a collective; of a first token, every product and attention at the rate of the vendor's fp16 product.
-Depths are filled with random keys and values, and drafts are forced to stand. The kernels' times come from a profiled pass
-of its own."""
+twin: sums are its own part. `floor`: every large read at the speed of a plain read of its bytes, and every exchange, both
+measured in the same run (without a twin: --collective-us an exchange); of a first token, every product and attention at the
+rate of the vendor's fp16 product. Depths are filled with random keys and values, and drafts are forced to stand. The
+kernels' times come from a profiled pass of its own."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +56,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 131072], metavar="N")
     parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="prompt tokens a step (default: 2048)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
-    parser.add_argument("--graphs", choices=("on", "off"), default="on")
+    parser.add_argument("--graphs", choices=("on", "serial", "off"), default="on", help="as for serve (default: on)")
     parser.add_argument("--draft-window", type=int, default=0, metavar="N", help="as for serve (default: 0)")
     parser.add_argument(
         "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
     )
     parser.add_argument(
-        "--collective-us", type=float, default=0.0, metavar="US", help="of one sum, for the floor of --tp 2"
+        "--collective-us", type=float, default=0.0, metavar="US", help="of one exchange, for the floor of --tp 2 alone"
     )
     parser.add_argument("--no-profile", action="store_true", help="no breakdown by kernel")
     parser.add_argument(
@@ -75,23 +78,12 @@ def run(args: argparse.Namespace) -> int:
         if "," not in args.devices or args.twin:
             return _measure(args)
         devices = [int(word) for word in args.devices.split(",")]
-        from ..perf.pair import twin, way_between
+        from ..perf.pair import twin, way_between, words_of
 
         args.tp, args.way = 2, way_between(args.collective, devices).argument
-        with twin(_words(args)) as name:
+        with twin(words_of("engine", args)) as name:
             args.twin = name
             return _measure(args, rank=0)
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The same measurement, as words for the second rank."""
-    words = ["bench", "engine", "--quiet"]
-    for name, value in vars(args).items():
-        if name in ("what", "command", "quiet", "debug", "json", "twin") or value is None or value is False:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        words += [option] if value is True else [option, *map(str, value if isinstance(value, list) else [value])]
-    return words
 
 
 def _measure(args: argparse.Namespace, rank: int = 1) -> int:
@@ -123,14 +115,27 @@ def _measure(args: argparse.Namespace, rank: int = 1) -> int:
                 f"{f'floor {floor:7.2f} s  ratio {seen.seconds / floor:.2f}  ' if floor else ''}overflows {seen.overflows}",
                 flush=True,
             )
+    overlap = setup.overlap()
     memory = setup.memory()
     if not args.quiet:
+        if overlap is not None:
+            print(
+                f"a chunk of {args.chunk:,}: {overlap.whole:.1f} ms, exchanges {overlap.exchange:.1f} ms, of which "
+                f"{overlap.hidden:.1f} beside computation; nothing runs for {overlap.idle:.1f} ms"
+            )
         print("\n".join(_kernel_lines(rounds[0]) if rounds else []))
         if memory["used"] is not None:
             print(f"memory: planned {memory['planned'] / 1e9:.2f} GB, used {memory['used'] / 1e9:.2f} GB")
     if args.json is not None:
-        facts = {**setup.facts, "rounds": rounds, "prefill": prompts, "memory": memory}
+        facts = {
+            **setup.facts,
+            "rounds": rounds,
+            "prefill": prompts,
+            "overlap": overlap and asdict(overlap),
+            "memory": memory,
+        }
         args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    setup.close()
     return 0
 
 
@@ -153,6 +158,8 @@ class _Setup:
 
         self._args, self._torch, self._card = args, torch, args.devices != "cpu"
         self._curve: Any = None
+        self._exchanges: dict[tuple[str, int, int], float] = {}
+        self.close: Callable[[], None] = lambda: None
         device = torch.device("cpu")
         if self._card:
             device = _card(int(args.devices.split(",")[rank]), args)
@@ -186,9 +193,13 @@ class _Setup:
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         link: DeviceCollective = SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank)
         if args.twin:
-            from ..perf.pair import join
+            from ..perf.exchanges import measure_exchanges, messages_of
+            from ..perf.pair import join, part
 
-            link = join(args.twin, rank, Choice.parse(args.way), device)
+            link, meet = join(args.twin, rank, Choice.parse(args.way), device)
+            self.close = partial(part, link, meet)
+            ledgers = [self._ledger(1, lanes, args.drafts) for lanes in args.lanes]
+            self._exchanges = measure_exchanges(messages_of(ledgers), link, meet, device)
         executor = CudaExecutor(
             weights,
             link,
@@ -199,7 +210,8 @@ class _Setup:
             pages=lanes * share,
             int8=args.kv == "int8",
             draft_window=args.draft_window,
-            graphs=args.graphs == "on",
+            graphs=args.graphs != "off",
+            overlap=args.graphs == "on",
         )
         self._bench = Bench(executor, lanes, self._context)
         self.facts = {
@@ -208,6 +220,7 @@ class _Setup:
             "draft_rows": args.draft_rows, "draft_window": args.draft_window,
             "arch": args.arch, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
             "devices": args.devices, "collective": args.way if args.twin else None,
+            "exchange_us": [[*message, 1e6 * seconds] for message, seconds in self._exchanges.items()],
             "weights_bytes": weights.nbytes, "plan": self._plan.parts,
             "product_tflops": self._rate / 1e12 if self._card else None,
             "curve": [] if self._curve is None else [[point.nbytes, point.gbps] for point in self._curve.points],
@@ -245,12 +258,27 @@ class _Setup:
 
     def floor(self, found: Any) -> float | None:
         from ..perf.engine import floor_of
-        from ..perf.ledger import Shape, ledger_of
+        from ..perf.exchanges import seconds_of
 
         if self._curve is None:
             return None
-        shape = Shape(found.context, found.drafts, found.lanes, self._args.kv)
-        return floor_of(ledger_of(self._sheet, shape), self._curve, self._args.collective_us)
+        measured, alone = self._exchanges, 1e-6 * self._args.collective_us
+        ledger = self._ledger(found.context, found.lanes, found.drafts)
+        return floor_of(ledger, self._curve, lambda launch: seconds_of(launch, measured) if measured else alone)
+
+    def _ledger(self, context: int, lanes: int, drafts: int) -> Any:
+        from ..perf.ledger import Shape, ledger_of
+
+        return ledger_of(self._sheet, Shape(context, drafts, lanes, self._args.kv))
+
+    def overlap(self) -> Any:
+        """Of a chunk at the longest prompt's half; None without a twin or a profile."""
+        if not self._args.twin or self._args.no_profile or not self._args.prefill:
+            return None
+        with self._torch.inference_mode():
+            return self._bench.chunk_overlap(
+                max(0, max(self._args.prefill) // 2 - 2 * self._args.chunk), self._args.chunk
+            )
 
     def prompt_floor(self, tokens: int) -> float | None:
         """Seconds of a prompt's products and attention at the rate of the vendor's fp16 product."""
@@ -307,15 +335,21 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--lanes are from 1 to 4, --drafts from 0 to 5.")
     if not all(64 <= n <= 1 << 20 for n in [*args.contexts, *args.prefill]) or not 10 <= args.rounds <= 10_000:
         raise InputError("--contexts and --prefill are from 64 to 1048576 tokens, --rounds from 10 to 10000.")
-    if not 1 <= args.chunk <= 1 << 16 or args.collective_us < 0 or args.draft_rows < 0:
-        raise InputError("--chunk is from 1 to 65536, --collective-us and --draft-rows are not negative.")
+    if (
+        not 1 <= args.chunk <= 1 << 16
+        or not 0 <= args.collective_us < 1e6
+        or min(args.draft_rows, args.draft_window) < 0
+    ):
+        raise InputError(
+            "--chunk is from 1 to 65536, --collective-us below a second, none of these, --draft-rows and --draft-window "
+            "negative."
+        )
     numbers = args.devices.split(",")
     if args.devices != "cpu" and (not all(word.isdecimal() for word in numbers) or len(numbers) > 2):
         raise InputError(
             f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
         )
-    if args.json is not None and not args.json.parent.is_dir():
-        raise InputError(f"--json {args.json}: there is no directory {args.json.parent}.")
+    require_report_place(args.json, [args.dir])
 
 
 def _round_line(row: dict[str, Any]) -> str:

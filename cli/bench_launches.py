@@ -1,20 +1,31 @@
-"""`duovolt bench launches SRC`: every launch of a round alone, at its real shape, on this card."""
+"""`duovolt bench launches SRC`: every launch of a round alone, at its real shape, and a few layers in a row."""
 
 import argparse
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 from ..checkpoint.stage import disk_errors
 from ..model.partition import MAX_RANKS
 
+if TYPE_CHECKING:
+    from ..perf.launch_file import LaunchTime
+    from ..perf.model_source import Described
+
 EXAMPLE = """examples:
   duovolt bench launches qwen3.8-27b --drafts 3 --json launches.json
-  duovolt bench launches qwen3.8-27b --tp 1 2 --drafts 0 3 --contexts 8192 131072 --json launches.json
+  duovolt bench launches qwen3.8-27b dense-9b --contexts 8192 131072 --json launches.json
+  duovolt bench launches qwen3.8-27b --devices 0,1 --json launches-2.json
   duovolt predict qwen3.8-27b --card h200 --launches launches.json --drafts 3 --context 32768
 
-The launches are those of `duovolt ledger`. Weights, caches and states are random, and many times the second-level cache;
-times are of captured graphs, a node's cost included. Attention is measured at each context; a forecast takes a line between."""
+A round of a few layers of the model runs once, and what the engine called is called again: each operation in a captured
+graph of its own, over matrices, caches and states that are many times the second-level cache, a node's cost included; then
+the layers in a row, which tells what a launch costs between others. Weights are random, and the whole round is never run.
+Attention is measured at each context; a forecast takes a line between. --devices 0,1 measures the ranks of two, each on its
+card, and what they exchange; --tp 2 on one card leaves exchanges out."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="+", metavar="SRC", help="directories, config.json or known names")
     parser.add_argument("--recipe", metavar="R", help="as for ledger")
     parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
+    parser.add_argument("--devices", default="0", metavar="N[,N]", help="cards; two measure both ranks (default: 0)")
+    parser.add_argument("--collective", choices=("auto", "host", "ipc", "nccl"), default="auto", help="as for serve")
+    parser.add_argument("--twin", help=argparse.SUPPRESS)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--drafts", type=int, nargs="+", default=[3], metavar="K", help="default: 3")
     parser.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="default: 1")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768, 131072], metavar="N")
@@ -31,36 +46,92 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_report_place(args.json, ())
+    _check(args)
+    if "," not in args.devices or args.twin:
+        return _measure(args, 1 if args.twin else 0)
+    from ..perf.pair import twin, way_between, words_of
+
+    devices = [int(word) for word in args.devices.split(",")]
+    args.tp, args.way = [2], way_between(args.collective, devices).argument
+    with twin(words_of("launches", args, positional=("source",))) as name:
+        args.twin = name
+        return _measure(args, 0)
+
+
+def _measure(args: argparse.Namespace, rank: int) -> int:
+    """As rank `rank`, where there are two."""
+    import torch
+
+    from ..perf.device_timing import node_cost, replay_cost, start_cost
     from ..perf.kernels import the_device
-    from ..perf.launch_file import LaunchTime, LaunchTimes, distinct
-    from ..perf.launch_measure import measure_launches
-    from ..perf.ledger import Launch, Shape, ledger_of
+    from ..perf.launch_file import LaunchTimes
+    from ..perf.launch_measure import Costs, Found, Subject, Wanted, lone, measure_subject
+    from ..perf.launch_pair import Pair
     from ..perf.machine import read_machine
-    from ..perf.model_source import sheet_at
 
-    if not all(1 <= tp <= MAX_RANKS for tp in args.tp):
-        raise InputError(f"--tp is 1 to {MAX_RANKS}.")
-    launches: list[Launch] = []
-    models: list[str] = []
-    for source, tp in itertools.product(args.source, args.tp):
-        sheet = sheet_at(source, tp, args.recipe)
-        models.append(f"{sheet.label}, {tp} ranks")
-        if args.draft_head is not None:
-            sheet = sheet.with_draft_head(args.draft_head)
-        for shape in itertools.product(args.contexts, args.drafts, args.lanes):
-            launches += ledger_of(sheet, Shape(*shape, args.kv)).launches
-    device = the_device()
-
-    def tell(one: LaunchTime) -> None:
-        if args.quiet:
-            return
-        figures = (
-            f"{one.seconds * 1e6:>9.2f} us {one.nbytes / one.seconds / 1e9:>7,.0f} GB/s" if one.seconds else one.why
-        )
-        print(f"{one.nbytes / 1e6:>9.3f} MB {figures}  {one.key}", flush=True)
-
-    found = LaunchTimes(read_machine(device), models, measure_launches(distinct(launches), device, tell))
+    models = [_model(args, source, tp) for source, tp in itertools.product(args.source, args.tp)]
+    the_device()
+    number = int(args.devices.split(",")[rank])
+    if number >= torch.cuda.device_count():
+        raise InputError(f"--devices {args.devices}: this machine shows {torch.cuda.device_count()} cards.")
+    torch.cuda.set_device(number)
+    device = torch.device("cuda", number)
+    found, pair = Found(), Pair(args.twin, rank, args.way, device) if args.twin else None
+    with torch.inference_mode():
+        node = node_cost(device).seconds
+        costs = Costs(start_cost(device, node))
+        for model, drafts, lanes in itertools.product(models, args.drafts, args.lanes):
+            wanted = Wanted(args.contexts, drafts, lanes, args.kv)
+            link = pair.link if pair is not None else lone(model)
+            subject = Subject(model, rank if pair is not None else 0, link, wanted, device)
+            measure_subject(subject, found, costs, pair.together if pair is not None else None, _teller(args))
+            del subject
+            torch.cuda.empty_cache()
+        replay = replay_cost(device)
+    launches = found.launches
+    if pair is not None:
+        launches = pair.slower(launches)
+    times = LaunchTimes(
+        read_machine(device), [f"{one.label}, {one.tp} ranks" for one in models], launches, found.chains, replay
+    )
+    if not args.quiet:
+        for chain in found.chains:
+            print(
+                f"{chain.model}, {chain.tp} ranks: {chain.calls} calls in a row {chain.seconds * 1e6:.1f} us, alone "
+                f"{chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
+            )
+        print(f"node {node * 1e6:.2f} us, graph {costs.start * 1e6:.2f} us, between rounds {replay * 1e6:.2f} us")
     if args.json is not None:
         with disk_errors(args.json.parent):
-            args.json.write_bytes(found.encode())
+            args.json.write_bytes(times.encode())
     return 0
+
+
+def _teller(args: argparse.Namespace) -> "Callable[[LaunchTime], None]":
+    def tell(one: "LaunchTime") -> None:
+        if not args.quiet:
+            figures = f"{one.seconds * 1e6:>9.2f} us" if one.seconds else one.why
+            rate = f"{one.nbytes / 1e6:>9.1f} MB" if one.nbytes else f"{'':>12}"
+            print(f"{rate} {figures} (spread {one.spread:.1%})  {one.key}", flush=True)
+
+    return tell
+
+
+def _model(args: argparse.Namespace, source: str, tp: int) -> "Described":
+    from ..perf.model_source import model_at
+
+    model = model_at(source, tp, args.recipe)
+    return model if args.draft_head is None else model.with_draft_head(args.draft_head)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not all(1 <= tp <= MAX_RANKS for tp in args.tp):
+        raise InputError(f"--tp is 1 to {MAX_RANKS}.")
+    if not all(64 <= context <= 1 << 20 for context in args.contexts):
+        raise InputError("--contexts are from 64 to 1048576 tokens.")
+    if not all(1 <= lanes <= 4 for lanes in args.lanes) or not all(0 <= drafts <= 5 for drafts in args.drafts):
+        raise InputError("--lanes are from 1 to 4, --drafts from 0 to 5.")
+    words = args.devices.split(",")
+    if len(words) > 2 or not all(word.isdecimal() and len(word) < 3 for word in words):
+        raise InputError(f"--devices {args.devices}: expected the number of a card, or of two with a comma between.")

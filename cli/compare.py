@@ -12,10 +12,12 @@ EXAMPLE = """examples:
   duovolt compare ranks/rank-0-of-1 --a reference --b cuda
   duovolt compare ranks1 ranks2 --a cuda --b cuda --devices 0,1
   duovolt compare converted ranks2 --a reference --b reference --tokens 300
-  duovolt compare ranks1 --a cuda --b cuda --arch-b compute_70
+  duovolt compare ranks1 --a cuda --b cuda --arch-b compute_70 --decode 32
 
 Both read the same prompt; the table has, for each layer, the cosine between their outputs and |a - b| / |a|. A folder of two
-ranks runs both, side by side in this process."""
+ranks runs both, side by side in this process. A chunk of more than 96 tokens is multiplied by the vendor's library, one of
+up to 96 and every round by our own kernels: two builds of them show their difference there. The line above the table counts
+what ran."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, default=128, metavar="N", help="length of the prompt at most (default: 128)"
     )
+    parser.add_argument(
+        "--chunk", type=int, default=512, metavar="N", help="tokens of the prompt read at a time (default: 512)"
+    )
+    parser.add_argument(
+        "--decode",
+        type=int,
+        default=0,
+        metavar="N",
+        help="read the last N tokens in decode rounds of four (default: 0)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of random tokens (default: 0)")
     parser.add_argument(
         "--kv", choices=("int8", "fp16"), default="int8", help="cache of the cuda backend (default: int8)"
@@ -41,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--arch-{side}",
             metavar="ARCH",
-            help=f"code of {side}'s kernels: compute_70 is what a V100 runs (default: own)",
+            help=f"code of {side}'s kernels: compute_70 is what a V100's is made from (default: the card's own)",
         )
     parser.add_argument("--most", type=float, metavar="X", help="exit with 1 if any layer's |a - b| / |a| is above X")
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -49,30 +61,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..model.config import ModelConfig
-    from ..perf.layerwise import compare, directories_of, outputs
+    from ..perf.layerwise import Reading, check_arch, compare, directories_of, outputs
 
-    if not 1 <= args.tokens <= 1 << 20:
-        raise InputError(f"--tokens {args.tokens}: expected 1 to {1 << 20}.")
+    if args.tokens < 1:
+        raise InputError(f"--tokens {args.tokens}: expected at least 1.")
+    if not 1 <= args.chunk <= 1 << 16:
+        raise InputError(f"--chunk {args.chunk}: expected 1 to {1 << 16}.")
+    if not 0 <= args.decode < args.tokens:
+        raise InputError(f"--decode {args.decode}: expected fewer than --tokens, {args.tokens}.")
     first = directories_of(args.directory)
     second = first if args.second is None else directories_of(args.second)
     config = ModelConfig.read(first[0])
-    tokens = _prompt(args, first[0], config.text.vocab_size)
+    if args.tokens > config.text.max_position_embeddings:
+        raise InputError(f"--tokens {args.tokens}: the model knows {config.text.max_position_embeddings} positions.")
     devices = _devices(args.devices)
-    found = compare(
-        outputs(args.a, first, tokens, devices, args.kv, args.arch_a),
-        outputs(args.b, second, tokens, devices, args.kv, args.arch_b),
-        config.text.layer_types,
-    )
+    for backend, arch in ((args.a, args.arch_a), (args.b, args.arch_b)):
+        check_arch(arch, backend, devices)
+    tokens = _prompt(args, first[0], config.text.vocab_size)
+    reading = Reading(args.chunk, min(args.decode, len(tokens) - 1))
+    a = outputs(args.a, first, tokens, devices, args.kv, args.arch_a, reading)
+    b = outputs(args.b, second, tokens, devices, args.kv, args.arch_b, reading)
+    found = compare(a.layers, b.layers, config.text.layer_types)
     worst = max(found, key=lambda row: row.relative)
     facts = {
-        "a": {"backend": args.a, "ranks": len(first)},
-        "b": {"backend": args.b, "ranks": len(second)},
+        "a": {"backend": args.a, "ranks": len(first), "launches": dict(a.launches)},
+        "b": {"backend": args.b, "ranks": len(second), "launches": dict(b.launches)},
         "device": str(devices[0]), "tokens": len(tokens), "layers": [asdict(row) for row in found],
     }  # fmt: skip
     if args.json:
         print(json.dumps(facts, indent=1))
     elif not args.quiet:
         print(f"{args.a} x {len(first)} and {args.b} x {len(second)} on {devices[0]}, {len(tokens)} tokens")
+        print(f"a ran {a.code}; b ran {b.code}")
         print("layer  kind                   cosine      |a-b|/|a|   worst token")
         for row in found:
             print(f"{row.layer:>5}  {row.kind:<17}  {row.cosine:.9f}  {row.relative:12.3e}  {row.worst_relative:12.3e}")

@@ -60,7 +60,12 @@ class _JoinedReader:
 
 
 def _whole_manifest(manifest: Manifest, shapes: dict[str, tuple[int, ...]]) -> Manifest:
-    """A rank's manifest with the extents of the whole: what the joined tensors are."""
+    """A rank's manifest with the extents of the whole: what the joined tensors are.
+
+    Raises CheckFailed for a tensor that is not the family's.
+    """
+    if strange := sorted(manifest.tensors.keys() - shapes.keys()):
+        raise CheckFailed(f"the ranks hold {strange[0]!r}, which the family does not have. Run `duovolt verify`.")
     tensors = {
         name: msgspec.structs.replace(record, canonical_shape=list(shapes[name]))
         for name, record in manifest.tensors.items()

@@ -10,6 +10,8 @@ from typing import Any
 from ..checkpoint.errors import InputError
 from ..perf.divergence import Predictor
 from ..perf.quality import Protocol, Quality, measure
+from ..perf.whole_model import whole_model
+from .eval_arithmetic import add_arithmetic, run_arithmetic
 from .eval_server import WEB, add_server, run_compare, run_server
 from .progress import byte_bar
 
@@ -26,12 +28,17 @@ A running server, ours or another: held-out text through completions with echo a
 code run in a sandbox, needles in long texts) through its chat, greedily. docs/eval.md says how each is graded:
   duovolt eval --url http://127.0.0.1:8000 --out now.json
   duovolt eval --url http://127.0.0.1:8000 --what text --against http://127.0.0.1:8001
-  duovolt eval --compare before.json now.json"""
+  duovolt eval --compare before.json now.json
+
+What the engine's arithmetic costs on this machine's card, at depths of a long text (docs/eval.md):
+  duovolt eval ranks1 --arithmetic --text long.txt --paths fp16 int8"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help="source, converted or rank-0-of-1")
+    parser.add_argument(
+        "directories", type=Path, nargs="*", metavar="DIR", help="source, converted, or a folder of one rank"
+    )
     parser.add_argument(
         "--against",
         metavar="DIR",
@@ -44,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     add_server(parser)
+    add_arithmetic(parser)
 
 
 def _text(path: Path | None, bundled: str) -> str:
@@ -77,6 +85,10 @@ def comparison(name: str, quality: Quality, first_name: str, first: Quality) -> 
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.arithmetic:
+        if args.url is not None or args.compare is not None or args.against is not None:
+            raise InputError("--arithmetic goes with neither --url nor --compare nor --against.")
+        return run_arithmetic(args)
     if sum((bool(args.directories), args.url is not None, args.compare is not None)) != 1:
         raise InputError("eval needs one of: directories, --url of a running server, --compare of two results.")
     if args.compare is not None:
@@ -91,12 +103,12 @@ def run(args: argparse.Namespace) -> int:
     if args.against is not None and args.against.startswith(WEB):
         raise InputError("--against a server needs --url: a directory is measured against a directory.")
     found: dict[str, dict[str, Any]] = {}
-    against = None if args.against is None else Predictor(Path(args.against), protocol.window)
+    against = None if args.against is None else Predictor(whole_model(Path(args.against)), protocol.window)
     first: tuple[str, Quality] | None = None
     for directory in args.directories:
         total = protocol.score_bytes + protocol.prompts * protocol.continuation
         with byte_bar(f"eval {directory.name}", total, args.quiet) as tick:
-            quality = measure(directory, text, words, protocol, tick, against)
+            quality = measure(whole_model(directory), text, words, protocol, tick, against)
         derived = {"acceptance": quality.acceptance, "perplexity": quality.perplexity}
         found[str(directory)] = dataclasses.asdict(quality) | derived
         if not (args.json or args.quiet):

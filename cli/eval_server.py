@@ -20,6 +20,7 @@ from ..perf.serve_matrix import ask_server
 from ..perf.serve_stream import Endpoint
 from ..perf.served_divergence import against_directory, against_server
 from ..perf.served_text import NoEcho, TextServer, score_text, total
+from ..perf.whole_model import whole_model
 from ..runtime.proxy.key import read_key
 from .progress import byte_bar
 
@@ -139,7 +140,7 @@ def _text(
     if args.against is None:
         return total(windows), None
     if not args.against.startswith(WEB):
-        return total(windows), against_directory(windows, Path(args.against))
+        return total(windows), against_directory(windows, whole_model(Path(args.against)))
     other = Endpoint(args.against, read_key(args.against_key_file), args.silence_seconds)
     try:
         reference = TextServer(other, ask_server(other, None).model, args.top)

@@ -90,7 +90,7 @@ def facts(directory: Path) -> dict[str, Any]:
         "notices": notices,
     }
     if manifest:
-        found |= _identity(manifest)
+        found |= _identity(manifest) | {"draft_head": config.text.draft_rows}
     return found
 
 
@@ -101,7 +101,6 @@ def _identity(manifest: Manifest) -> dict[str, Any]:
     return {
         "conversion_id": manifest.conversion_id,
         "recipe": manifest.recipe.get("name"),
-        "draft_head": manifest.recipe.get("draft_head", 0),
         "tp_size": manifest.tp_size,
         "tp_rank": manifest.tp_rank,
         "layouts": layouts,

@@ -117,7 +117,7 @@ def _file(path: Path, options: Sequence[Option]) -> dict[str, Any]:
         document = tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise InputError(f"--config {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no text, or a number of thousands of digits
         raise InputError(f"--config {path}: not TOML: {error}.") from error
     known = {option.name: option for option in options}
     found = {}

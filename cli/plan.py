@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.directory import Checkpoint
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import EnvironmentFault, InputError
 from ..checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -29,6 +29,7 @@ EXAMPLE = """example:
   duovolt plan converted --tp 4 --json"""
 
 CARD_BYTES = (32 << 30) - 700_000_000  # of a 32 GB V100, what driver and context leave
+AUTO = 0
 PLANNED_DRAFTS, PLANNED_CHUNK = 3, 2048  # the server's defaults
 
 
@@ -38,9 +39,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
     parser.add_argument("--mtp-from", type=Path, metavar="DIR", help="as for convert")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    parser.add_argument("--max-context", type=int, metavar="N", help="positions (default: the model's own limit)")
+    parser.add_argument(
+        "--max-context",
+        type=_context,
+        metavar="N",
+        help="positions, or auto: the longest that fits a 32 GB card (default: the model's own limit)",
+    )
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
     parser.add_argument("--json", action="store_true", help="machine-readable, every tensor")
+
+
+def _context(text: str) -> int:
+    """Positions; 0 for `auto`, as `serve` has it."""
+    if text == "auto":
+        return AUTO
+    if not text.removeprefix("-").isdecimal() or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of positions, nor auto")
+    return number
 
 
 @dataclass(frozen=True)
@@ -118,8 +133,8 @@ def _tensors(manifest: Manifest, config: ModelConfig, made: dict[str, str]) -> l
             "weight": record.weight,
             "role": specs[record.weight].role,
             "part_of_the_model": specs[record.weight].group,
-            "source_dtype": record.sources[0].dtype,
-            "source_shape": record.sources[0].shape,
+            "source_dtype": record.sources[0].dtype if record.sources else None,
+            "source_shape": record.sources[0].shape if record.sources else None,
             **({"made": made[name]} if made else {}),
             **stored[name],
         }
@@ -130,19 +145,25 @@ def _tensors(manifest: Manifest, config: ModelConfig, made: dict[str, str]) -> l
 def facts(
     path: Path, recipe: str, tp: int, max_context: int | None, kv: str, mtp_from: Path | None = None
 ) -> dict[str, Any]:
-    """Everything `plan` prints, as JSON values. Raises InputError with the reason for a model that is refused."""
+    """Everything `plan` prints, as JSON values. `max_context` None: the model's own limit; AUTO: the longest that fits.
+
+    Raises InputError with the reason for a model that is refused, EnvironmentFault for AUTO if no context fits.
+    """
     if not 1 <= tp <= MAX_RANKS:
         raise InputError(f"--tp {tp}: expected 1 to {MAX_RANKS}.")
     result = planned(path, recipe, mtp_from)
     manifest, config = result.manifest, result.config
-    context = config.text.max_position_embeddings if max_context is None else max_context
-    if not 1 <= context <= config.text.max_position_embeddings:
-        raise InputError(
-            f"--max-context {context}: the model has 1 to {config.text.max_position_embeddings} positions."
-        )
+    limit = config.text.max_position_embeddings
+    context = limit if max_context in (None, AUTO) else max_context
+    if not 1 <= context <= limit:
+        raise InputError(f"--max-context {context}: the model has 1 to {limit} positions.")
     ranks = _ranks(manifest, config, tp, str(path))
     source = Checkpoint.open(path)
-    card = _card(config, tp, kv, max(rank["bytes"] for rank in ranks), context, manifest, path)
+    weights = max(rank["bytes"] for rank in ranks)
+    card = _card(config, tp, kv, weights, context, manifest, path)
+    if max_context == AUTO:
+        context = _longest(card, tp)
+        card = _card(config, tp, kv, weights, context, manifest, path)
     return {
         "recipe": manifest.recipe["name"],
         "source_bytes": sum(entry.nbytes for entry in source.tensors.values()),
@@ -159,6 +180,19 @@ def facts(
         "dropped": result.dropped,
         "tensors": _tensors(manifest, config, result.made),
     }
+
+
+def _longest(card: dict[str, Any], tp: int) -> int:
+    """What `auto` comes to. Raises InputError without kernels, EnvironmentFault if not even a page fits."""
+    if card["missing_kernels"]:
+        missing = "; ".join(card["missing_kernels"])
+        raise InputError(f"--max-context auto: the CUDA engine has no kernels for this model: {missing}.")
+    if not (longest := card["longest_context_32_gb"]):
+        raise EnvironmentFault(
+            f"--max-context auto: no context fits a 32 GB card beside the weights of one of {tp} ranks. Split over more "
+            "cards, or convert with a smaller recipe."
+        )
+    return int(longest)
 
 
 def _card(

@@ -11,7 +11,7 @@ import msgspec
 from ..checkpoint.errors import CheckFailed, InputError
 from ..checkpoint.stage import disk_errors
 from ..model.partition import MAX_RANKS
-from ..perf.cards import Card, card_names, load_card
+from ..perf.cards import MEASURED, Card, card_names, load_card
 from ..perf.forecast_file import compare, median_and_worst, read_forecast, read_measured, record
 from ..perf.gguf_ledger import gguf_ledger
 from ..perf.kernel_shares import read_shares
@@ -47,7 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         metavar="L",
-        help="between ranks: none, pcie, nvlink, or microseconds a message (default: the card's first)",
+        help="between ranks: none, pcie, nvlink, measured (by --launches), or microseconds a message (default: measured, "
+        "else the card's first)",
     )
     parser.add_argument("--host-us", type=float, default=0.0, metavar="U", help="host time a round (default: 0)")
     parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
@@ -90,6 +91,8 @@ def _linked(case: Case, card: Card, link: str | None) -> Case:
     """The case with the link that was asked for, or the card's first; one rank has none."""
     if case.sheet.tp == 1:
         return replace(case, setting=replace(case.setting, link="none"))
+    if link is None and card.has_exchanges:
+        link = MEASURED
     if link is None and not card.links:
         raise InputError(f"{card.name}: no figures of a link: give --link none, or a card file that has them.")
     return replace(case, setting=replace(case.setting, link=link or next(iter(card.links))))
@@ -193,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
     for index, one in enumerate(found):
         if card.exact:
-            print("{} of {} launches were measured alone".format(*coverage(one.ledger.launches, card.exact)))
+            print("{} of {} launches were measured".format(*coverage(one.ledger.launches, card.exact)))
         print("\n".join(describe(one)))
         if args.what_if and cases:
             print("\n".join(_what_if(cases[index], card)))

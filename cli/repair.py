@@ -12,9 +12,10 @@ from pathlib import Path
 from ..checkpoint.directory import MANIFEST, Checkpoint
 from ..checkpoint.download_record import read_record
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
+from ..checkpoint.lock import LOCK, DirectoryLock
 from ..checkpoint.manifest import has_manifest, read_manifest
 from ..checkpoint.reopen import Sound, about_interrupted
-from ..checkpoint.stage import FACTS, JOURNAL, LOCK, TEMPORARY, DirectoryLock
+from ..checkpoint.stage import FACTS, JOURNAL, TEMPORARY
 from ..convert.download import download
 from ..convert.download_progress import NoProgress
 from ..convert.draft_head import LISTED

@@ -37,7 +37,11 @@ def server_options() -> list[Option]:
             metavar="N",
         ),
         Option("kv", _one_of("int8", "fp16"), "keys and values on cards: int8 or fp16 (default: int8)"),
-        Option("graphs", _one_of("on", "off"), "replay rounds as captured graphs, on cards (default: on)"),
+        Option(
+            "graphs",
+            _one_of("on", "serial", "off"),
+            "rounds as captured graphs, on cards; serial: no launch begins before the last has ended (default: on)",
+        ),
         Option(
             "delta",
             _one_of("chunked", "recurrent"),
@@ -159,20 +163,25 @@ def _memory(text: str) -> int:
         return 0
     unit = "KMGT".find(text[-1:].upper()) + 1 if text else 0
     digits = text[:-1] if unit else text
-    if not digits.isdecimal() or int(digits) << 10 * unit >= 1 << 50:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither off nor a size such as 512M or 4G")
+    if not _is_number(digits) or int(digits) << 10 * unit >= 1 << 50:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither off nor a size such as 512M or 4G")
     return int(digits) << 10 * unit
 
 
 def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        value = int(text) if text.isdecimal() else -1
+        value = int(text) if _is_number(text) else -1
         if value < low or (high is not None and value > high):
             bounds = f"at least {low}" if high is None else f"{low} to {high}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {bounds}")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number, {bounds}")
         return value
 
     return parse
+
+
+def _is_number(text: str) -> bool:
+    """True for digits that Python reads as a number: not of other scripts, and not thousands of them."""
+    return text.isascii() and text.isdecimal() and len(text) < 20
 
 
 def _seconds(zero: bool) -> Callable[[str], float]:

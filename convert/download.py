@@ -15,7 +15,8 @@ from pathlib import Path
 from ..checkpoint.directory import DOWNLOAD_RECORD, INDEX, MANIFEST, MAX_JSON, Checkpoint
 from ..checkpoint.download_record import PENDING, DownloadRecord, finish_record, read_record
 from ..checkpoint.errors import EnvironmentFault, InputError
-from ..checkpoint.stage import LOCK, TEMPORARY, DirectoryLock, disk_errors, require_space
+from ..checkpoint.lock import LOCK, DirectoryLock
+from ..checkpoint.stage import TEMPORARY, disk_errors, require_space
 from .download_progress import NoProgress, Progress
 from .fetchlist import FetchList, choose, weight_files
 from .hub import Listing, Patience, RemoteFile, Stopped, list_repo

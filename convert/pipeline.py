@@ -33,7 +33,7 @@ from ..checkpoint.manifest import (
 from ..checkpoint.reopen import Sound, reopen
 from ..checkpoint.sources import HF_QUANT_CONFIG
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
-from ..checkpoint.writer import ShardWriter
+from ..checkpoint.writer import ShardWriter, noted_digests
 from ..model.config import FAMILY
 from .draft_head import DraftHead, gathered
 from .facts import load_facts, save_facts, source_fingerprint
@@ -391,8 +391,8 @@ def convert(
                 save_facts(target, facts, made_from)
             for name, tensors in plan.files:
                 note = stage.resume(name)
-                if note is not None and set(note.get("digests", ())) == {tensor.name for tensor in tensors}:
-                    digests |= note["digests"]
+                if note is not None and (kept_digests := noted_digests(note, tensors)) is not None:
+                    digests |= kept_digests
                     converter.flushed |= noted(note)
                     origins = {part.origin.name: part.origin for part in (plan.parts[t.name] for t in tensors)}
                     advance(sum(entry.nbytes for entry in origins.values()))

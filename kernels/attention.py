@@ -103,6 +103,7 @@ def decode_attention(
         ),
         query.device,
         shared_bytes(tiles),
+        overlap=True,
     )
     strides = (0, 0) if gate is None else gate.stride()[:2]
     launch(
@@ -112,6 +113,7 @@ def decode_attention(
         _MERGE_THREADS,
         (partial, stats, segments, sequences.positions, gate, *strides, out),
         query.device,
+        overlap=True,
     )
     return out
 

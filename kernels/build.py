@@ -19,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from ..checkpoint import cache
 from ..checkpoint.errors import EnvironmentFault, InputError
 
 CSRC = Path(__file__).parent / "csrc"
@@ -126,10 +127,8 @@ def write_out(built: Built, directory: Path) -> Path:
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/duovolt/kernels`; a relative value is ignored, as the base directory specification asks."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
-    return root / "duovolt" / "kernels"
+    """Where compiled kernels and tuning are kept. Raises EnvironmentFault as `checkpoint.cache` does."""
+    return cache.cache_directory("kernels")
 
 
 def _texts(source: str) -> dict[str, bytes]:

@@ -74,11 +74,10 @@ def launch(
     arguments: tuple[Argument, ...],
     device: torch.device,
     shared_bytes: int = 0,
-    *,
-    early: bool = False,
+    overlap: bool = False,
 ) -> None:
-    """Start a kernel on torch's current stream; `early` as for `Module.launch`.
+    """Start a kernel on torch's current stream, as `Module.launch` has it.
 
     Raises as `module_on`, and EnvironmentFault if it cannot start.
     """
-    module_on(source, device).launch(name, blocks, threads, arguments, shared_bytes, early=early)
+    module_on(source, device).launch(name, blocks, threads, arguments, shared_bytes, overlap)

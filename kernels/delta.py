@@ -20,7 +20,8 @@ HEAD = 128  # dimensions of a key and of a value head
 TAPS = 4  # width of the convolution
 MAX_TOKENS = 8  # tokens of a sequence in a round
 _KEPT = TAPS - 1
-_BLOCK_ROWS, _THREADS = 16, 64
+_BLOCK_ROWS, _THREADS = 32, 128  # of a block in decoding
+_SCAN_ROWS, _SCAN_THREADS = 16, 64
 _RUN = 64  # tokens that a block of the convolution takes
 _EPS = 1e-6  # of the normalisation of queries and keys
 
@@ -89,25 +90,32 @@ class DeltaState:
     """What the lanes remember of one layer.
 
     state  float32 [lanes, value heads, 128 (value), 128 (key)], before the last round's tokens
-    rows   float32 [2, lanes, 11, C + 2 value heads]: the convolution's history, then the last round's inputs, a and b
+    rows   float32 [2, lanes, 11, C + 2 value heads, up to a multiple of 4]: the convolution's history, then the last
+           round's inputs, a and b
+    channels  C
     """
 
     state: Tensor
     rows: Tensor
+    channels: int
 
     @staticmethod
     def empty(lanes: int, weights: DeltaWeights) -> "DeltaState":
         device, heads = weights.conv.device, weights.value_heads
-        width = weights.channels + 2 * heads
         return DeltaState(
             torch.zeros(lanes, heads, HEAD, HEAD, device=device),
-            torch.zeros(2, lanes, _KEPT + MAX_TOKENS, width, device=device),
+            torch.zeros(2, lanes, _KEPT + MAX_TOKENS, _row_width(weights.channels, heads), device=device),
+            weights.channels,
         )
 
     def history(self, lane: int, progress: Progress) -> Tensor:
         """The convolution's last three inputs [3, C], a view, at the last accepted token; reads `progress` on the host."""
         first, turn = int(progress.accepted[lane]), int(progress.turn[lane])
-        return self.rows[turn, lane, first : first + _KEPT, : self.rows.shape[3] - 2 * self.state.shape[1]]
+        return self.rows[turn, lane, first : first + _KEPT, : self.channels]
+
+
+def _row_width(channels: int, heads: int) -> int:
+    return -(-(channels + 2 * heads) // 4) * 4
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,7 @@ def delta_decode(
             *(out, weights.key_heads, _EPS),
         ),
         mixed.device,
+        overlap=True,
     )
     return out
 
@@ -184,9 +193,9 @@ def delta_decode_reference(
         before, turn, rows = int(progress.accepted[lane]), int(progress.turn[lane]), slice(first, first + count)
         old, new = memory.rows[turn, lane], memory.rows[1 - turn, lane]
         fresh = torch.cat((mixed[rows], a[rows], b[rows]), dim=1)
-        inputs = torch.cat((old[_KEPT : _KEPT + before], fresh))
+        inputs = torch.cat((old[_KEPT : _KEPT + before, : fresh.shape[1]], fresh))
         convolved, joined = reference.causal_conv(inputs[:, :channels], old[:_KEPT, :channels], weights.conv)
-        kept_a, kept_b = inputs[:, channels:].split(weights.value_heads, dim=1)
+        kept_a, kept_b = inputs[:, channels:].split(weights.value_heads, dim=1)[:2]
         heads = _split_heads(convolved, weights)
         gates = reference.delta_gates(kept_a, kept_b, weights.a_log, weights.dt_bias)
         outputs, trail = reference.delta_rule_steps(*heads, *gates, memory.state[lane])
@@ -194,7 +203,7 @@ def delta_decode_reference(
             memory.state[lane] = trail[before - 1]
         out[rows] = outputs[before:]
         new[:_KEPT, :channels] = joined[before : before + _KEPT]
-        new[_KEPT : _KEPT + count] = fresh
+        new[_KEPT : _KEPT + count, : fresh.shape[1]] = fresh
     return out
 
 
@@ -245,8 +254,8 @@ def delta_prefill(
     launch(
         SOURCE,
         "delta_scan",
-        (HEAD // _BLOCK_ROWS, heads),
-        _THREADS,
+        (HEAD // _SCAN_ROWS, heads),
+        _SCAN_THREADS,
         (
             *(mixed, stride, convolved, gates, memory.rows, memory.state, lanes, lane, progress.turn, out),
             *(tokens, weights.key_heads),
@@ -314,7 +323,7 @@ def _checked(
     device, heads = weights.conv.device, weights.value_heads
     check_dimensions("mixed", mixed, 2, "[T, C]")
     tokens = mixed.shape[0]
-    stride = check_rows("mixed", mixed, torch.float32, (tokens, weights.channels), device, 4)
+    stride = check_rows("mixed", mixed, torch.float32, (tokens, weights.channels), device)
     for name, gate in (("a", a), ("b", b)):
         if check_rows(name, gate, torch.float32, (tokens, heads), device, 4) != stride and tokens > 1:
             raise InputError(
@@ -324,7 +333,7 @@ def _checked(
     check_dimensions("state", memory.state, 4, f"[lanes, value heads, {HEAD}, {HEAD}]")
     lanes = memory.state.shape[0]
     check("state", memory.state, torch.float32, (lanes, heads, HEAD, HEAD), device)
-    width = weights.channels + 2 * heads
+    width = _row_width(weights.channels, heads)
     check("rows", memory.rows, torch.float32, (2, lanes, _KEPT + MAX_TOKENS, width), device)
     check("accepted", progress.accepted, torch.int32, (lanes,), device)
     check("turn", progress.turn, torch.int32, (lanes,), device)

@@ -149,7 +149,7 @@ def _launch(x: Tensor, weights: Sequence[Weight], filled: Task) -> None:
     else:
         blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
-    module.launch(f"linear_{kernel}_{padded}", blocks, threads(module.arch), (filled,), shared_bytes, early=True)
+    module.launch(f"linear_{kernel}_{padded}", blocks, threads(module.arch), (filled,), shared_bytes, overlap=True)
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:

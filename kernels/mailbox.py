@@ -24,7 +24,6 @@ HEADER = 8  # uint32 before the counters
 DOORS = {"delay": 1, "drop": 2, "stale": 3}
 _THREADS = 256  # with at most MAX_BLOCKS blocks, all of a kernel's are at work at once on a V100
 _ONE_EACH = 128 * _THREADS  # words up to which a thread takes one, for the shortest wait; beyond, four
-_NORM_THREADS = 256
 
 
 class LinkStruct(ctypes.Structure):
@@ -118,7 +117,7 @@ def reduce_norm(
         checks.check("overflows", overflows, torch.int32, (rows,), device)
     _words(link, part.numel(), 2)
     arguments = (link.struct, part, x, strides[0], weight, out, strides[1], overflows, columns, float(eps))
-    checks.launch(SOURCE, "mailbox_reduce_norm", rows, _NORM_THREADS, arguments, device)
+    checks.launch(SOURCE, "mailbox_reduce_norm", rows, norm.row_threads(columns), arguments, device)
 
 
 def gather(link: Link, part: Tensor, out: Tensor) -> None:
@@ -141,7 +140,25 @@ def add(first: Tensor, second: Tensor, out: Tensor) -> None:
         checks.check(name, tensor, dtype, tuple(out.shape), out.device)
     checks.check("out", out, torch.float32, tuple(out.shape), out.device)
     words = out.numel() // 2
-    checks.launch(SOURCE, "mailbox_add", min(2048, -(-words // 256)), 256, (first, second, out, words), out.device)
+    checks.launch(SOURCE, "mailbox_add", _adding(words), 256, (first, second, out, words), out.device)
+
+
+def meet(link: Link) -> None:
+    """Wait until the peer is here too: what it had put on its stream before, copies to this card too, has been done."""
+    checks.launch(SOURCE, "mailbox_meet", 1, 32, (link.struct,), link.state.device)
+
+
+def join(link: Link, part: Tensor, other: int, out: Tensor) -> None:
+    """`reduce` of a part of the peer's that stands at address `other` (a multiple of 16) since a `meet`; any even size."""
+    checks.check("part", part, torch.float16, tuple(part.shape), link.state.device)
+    checks.check("out", out, torch.float32, tuple(part.shape), link.state.device)
+    words = out.numel() // 2
+    arguments = (link.struct, part, ctypes.c_void_p(other), out, words)
+    checks.launch(SOURCE, "mailbox_join", _adding(words), 256, arguments, link.state.device)
+
+
+def _adding(words: int) -> int:
+    return max(1, min(512, -(-words // 1024)))
 
 
 def linger(seconds: float, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import functools
-import os
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
@@ -15,13 +15,14 @@ from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import INSTALL, OLDEST, image_for
 
 Argument = (
-    torch.Tensor | int | float | ctypes.Structure | None
-)  # pointer, int32, float32, struct by value, null pointer
+    torch.Tensor | int | float | ctypes.Structure | ctypes.c_void_p | None
+)  # pointer, int32, float32, struct by value, address, null pointer
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
-EARLIEST = 90  # compute capability, times ten, from which kernels may start early
-IN_TURN = "DUOVOLT_IN_TURN"  # set to anything, each kernel starts when the one before it has ended
+OVERLAPPING = 90  # the first architecture on which a launch may begin before the one before it has ended
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
+_overlapping: ContextVar[bool] = ContextVar("overlapping", default=False)
+_launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
 
 
 def arches_for(capability: tuple[int, int]) -> list[str]:
@@ -48,6 +49,30 @@ def forced_arch(arch: str) -> Iterator[None]:
         _forced_arch.reset(token)
 
 
+@contextlib.contextmanager
+def overlapping(wanted: bool = True) -> Iterator[None]:
+    """Within it, launches that can begin before the one before has ended do so (the same bits, sooner); else none does.
+
+    Meant for work that is captured: such a launch takes the host longer.
+    """
+    token = _overlapping.set(wanted)
+    try:
+        yield
+    finally:
+        _overlapping.reset(token)
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """Launches of this thread within it, by the architecture whose code ran: what was run, not what was asked for."""
+    found: Counter[str] = Counter()
+    token = _launches.set(found)
+    try:
+        yield found
+    finally:
+        _launches.reset(token)
+
+
 class Module:
     """The kernels of one source on one device, loaded into the context that torch uses. `arch`: what was loaded."""
 
@@ -56,9 +81,7 @@ class Module:
         self._driver = driver()
         self._device = device
         self.arch, image = _first_image(source, arches, defines)
-        native = self.arch.startswith("sm_")
-        self._starts_early = native and int(self.arch[3:].rstrip("af")) >= EARLIEST and not os.environ.get(IN_TURN)
-        if not native:
+        if not self.arch.startswith("sm_"):
             image += b"\0"  # the driver takes PTX as a C string
         self._call("cuInit", 0)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device))
@@ -69,6 +92,8 @@ class Module:
             self._call("cuCtxPopCurrent")
         self._functions: dict[str, Any] = {}
         self._shared: dict[str, int] = {}
+        self._configs: dict[tuple[int, ...], Any] = {}
+        self._overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
 
     def launch(
         self,
@@ -77,14 +102,13 @@ class Module:
         threads: int,
         arguments: tuple[Argument, ...],
         shared_bytes: int = 0,
-        *,
-        early: bool = False,
+        overlap: bool = False,
     ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
-        `shared_bytes`: dynamic shared memory a block, above 48 KB too. `early`: it may start while the kernel before it in
-        the stream still runs, for it waits by itself (csrc/early.cuh), where the card can do so. Raises EnvironmentFault if
-        the driver refuses.
+        `shared_bytes`: dynamic shared memory a block, above 48 KB too. `overlap`: within `overlapping`, where card and code can,
+        it begins before the launch before it has ended; the kernel must call `await_previous` on every way to its end.
+        Raises EnvironmentFault if the driver refuses.
         """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         values = [_as_ctypes(item) for item in arguments]
@@ -94,25 +118,19 @@ class Module:
         self._call("cuCtxPushCurrent", self._context)
         try:
             function = self._function(name, shared_bytes)
-            if early and self._starts_early:
-                where = self._early(grid, threads, shared_bytes, stream)
-                self._call("cuLaunchKernelEx", where, function, ctypes.addressof(pointers), 0, what=f"launching {name}")
+            if overlap and self._overlaps and _overlapping.get():
+                config = self._overlapped(grid, threads, shared_bytes)
+                config.hStream = stream
+                self._call(
+                    "cuLaunchKernelEx", config, function, ctypes.addressof(pointers), 0, what=f"launching {name}"
+                )
             else:
-                plain = (*grid, threads, 1, 1, shared_bytes, stream)
-                self._call("cuLaunchKernel", function, *plain, ctypes.addressof(pointers), 0, what=f"launching {name}")
+                where = (*grid, threads, 1, 1, shared_bytes, stream)
+                self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
+            if (counter := _launches.get()) is not None:
+                counter[self.arch] += 1
         finally:
             self._call("cuCtxPopCurrent")
-
-    def _early(self, grid: tuple[int, ...], threads: int, shared_bytes: int, stream: int) -> Any:
-        attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        where = self._driver.CUlaunchConfig()
-        where.gridDimX, where.gridDimY, where.gridDimZ = grid
-        where.blockDimX, where.blockDimY, where.blockDimZ = threads, 1, 1
-        where.sharedMemBytes, where.hStream = shared_bytes, stream
-        where.attrs, where.numAttrs = [attribute], 1
-        return where
 
     def attribute(self, name: str, attribute: str) -> int:
         """A `CUfunction_attribute` of kernel `name`, for example NUM_REGS or SHARED_SIZE_BYTES."""
@@ -122,6 +140,22 @@ class Module:
             return int(self._call("cuFuncGetAttribute", wanted, self._function(name, 0)))
         finally:
             self._call("cuCtxPopCurrent")
+
+    def _overlapped(self, grid: tuple[int, ...], threads: int, shared_bytes: int) -> Any:
+        """A launch that may begin before its predecessor on the stream has ended; kept, for making one takes its time."""
+        key = (*grid, threads, shared_bytes)
+        if key not in self._configs:
+            attribute = self._driver.CUlaunchAttribute()
+            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = self._driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes = shared_bytes
+            config.attrs = [attribute]
+            config.numAttrs = 1
+            self._configs[key] = config
+        return self._configs[key]
 
     def _function(self, name: str, shared_bytes: int) -> Any:
         if name not in self._functions:

@@ -18,7 +18,9 @@ MAX_COLUMNS = 8192  # what a block holds in registers
 GATED_DIM = 128
 LARGEST = 65504.0  # of fp16
 _THREADS = 256
+_ROW_QUADS = 4  # float4 of a row that a thread holds
 _FEW = 64  # tokens
+_GATED_WARPS, _GATED_HEADS = 4, 3  # of a block; heads a warp where there are many tokens
 _EMBED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -27,6 +29,11 @@ def staged(values: Tensor, overflows: Tensor | None = None) -> Tensor:
     if overflows is not None:
         overflows += (values.abs() > LARGEST).flatten(1).sum(1).to(torch.int32)
     return values.clamp(-LARGEST, LARGEST).half()
+
+
+def row_threads(columns: int) -> int:
+    """Threads of the block that normalises a row: the order of its sum, and so its bits, depend on them."""
+    return -(-columns // (4 * _ROW_QUADS * 32)) * 32
 
 
 def rms_norm(
@@ -47,8 +54,9 @@ def rms_norm(
     """
     out, strides = _checked_rms(x, weight, delta, out, wide, overflows)
     arguments = (x, strides["x"], delta, strides["delta"], weight, out, strides["out"], wide, strides["wide"])
-    arguments = (*arguments, overflows, x.shape[1], float(eps))
-    launch(SOURCE, "rms_norm", x.shape[0], _THREADS, arguments, x.device, early=True)
+    columns = x.shape[1]
+    rest = (overflows, columns, float(eps))
+    launch(SOURCE, "rms_norm", x.shape[0], row_threads(columns), (*arguments, *rest), x.device, overlap=True)
     return out
 
 
@@ -105,15 +113,16 @@ def gated_rms_norm(
     """
     out, stride = _checked_gated(x, gate, weight, out, overflows)
     tokens, heads, _ = x.shape
-    threads = 32 * min(heads, 32 if tokens <= _FEW else 8)  # few tokens: a warp a head; many: more blocks at a time
+    few = tokens <= _FEW  # then a warp a head; many: more bytes asked for at a time
+    heads_a_block = _GATED_WARPS * (1 if few else _GATED_HEADS)
     launch(
         SOURCE,
-        "gated_rms_norm",
-        tokens,
-        threads,
+        "gated_rms_norm" if few else "gated_rms_norm_many",
+        (tokens, -(-heads // heads_a_block)),
+        32 * _GATED_WARPS,
         (x, gate, stride, weight, out, overflows, heads, float(eps)),
         x.device,
-        early=True,
+        overlap=True,
     )
     return out
 
@@ -152,7 +161,7 @@ def output_gate(
     out = _checked_gate(attended, gate, out, overflows)
     tokens, heads, dim = attended.shape
     arguments = (attended, gate, gate.stride(0), gate.stride(1), out, overflows, heads, dim)
-    launch(SOURCE, "output_gate", tokens, _THREADS, arguments, attended.device, early=True)
+    launch(SOURCE, "output_gate", tokens, _THREADS, arguments, attended.device)
     return out
 
 
@@ -198,7 +207,9 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     """
     out = _checked_embed(tokens, table, out)
     name = f"embed_{_EMBED[table.dtype]}"
-    launch(SOURCE, name, tokens.shape[0], _THREADS, (tokens, table, out, *table.shape), table.device)
+    count, columns = tokens.shape[0], table.shape[1]
+    parts = -(-columns // (4 * _THREADS)) if count <= _FEW else 1
+    launch(SOURCE, name, (count, parts), _THREADS, (tokens, table, out, *table.shape), table.device, overlap=True)
     return out
 
 

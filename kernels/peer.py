@@ -78,6 +78,10 @@ class PeerBlock(_OnDevice):
             )
         )
 
+    def put(self, source: int, nbytes: int, offset: int, stream: int) -> None:
+        """Copy device memory from address `source` to `offset`, by the card's copy engine, on a stream."""
+        self._inside("cuMemcpyDtoDAsync", self.address + offset, source, nbytes, stream, what="copying to the peer")
+
     def close(self) -> None:
         self._inside("cuIpcCloseMemHandle", self.address)
 

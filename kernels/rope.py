@@ -14,6 +14,7 @@ from .norm import LARGEST, staged
 
 SOURCE = "rope.cu"
 _FEW = 64  # tokens
+_THREADS = 128
 PAIRS = 32  # pairs (j, j + 32) turn, of the family's 256 dimensions
 
 
@@ -50,9 +51,10 @@ def qkv_rope(
         *(cache.keys, cache.key_scales, cache.values, cache.value_scales, cache.pages),
         *(out, overflows, q_heads, cache.kv_heads, float(eps)),
     )
-    # A warp a head while there are few tokens; with many, small blocks, of which more fit on a multiprocessor.
-    threads = 32 * min(q_heads + 2 * cache.kv_heads, 16 if tokens <= _FEW else 4)
-    launch(SOURCE, "qkv_rope_int8" if cache.is_int8 else "qkv_rope_fp16", tokens, threads, arguments, projection.device)
+    # A head a warp while there are few tokens; with many, a token a block, whose angles are then read once.
+    parts = -(-(q_heads + 2 * cache.kv_heads) * 32 // _THREADS) if tokens <= _FEW else 1
+    name = "qkv_rope_int8" if cache.is_int8 else "qkv_rope_fp16"
+    launch(SOURCE, name, (tokens, parts), _THREADS, arguments, projection.device, overlap=True)
     return out
 
 

@@ -103,8 +103,9 @@ class LaneSampling:
         self.counts[lane] = 0
         if self.bias is not None:
             self.bias[lane] = 0
-            for token, value in (bias or {}).items():
-                self.bias[lane, token] = value
+            if bias:  # in one step: there may be one for every token
+                ids = torch.tensor(list(bias), dtype=torch.int64, device=self.bias.device)
+                self.bias[lane, ids] = torch.tensor(list(bias.values()), dtype=self.bias.dtype, device=self.bias.device)
         elif bias:
             raise InputError("a logit bias for lanes that were made without: LaneSampling.empty(..., bias=True).")
 

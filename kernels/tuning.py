@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 import torch
 
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import cache_directory, write_atomically
 from .shares import blocks_a_multiprocessor, is_shared, pages, warps
 
@@ -80,17 +80,24 @@ def read() -> dict[str, Choice]:
     """Stored choices by name of card, empty if there are none. Raises InputError for a damaged file."""
     try:
         content = path().read_bytes()
-    except OSError:
+    except (OSError, EnvironmentFault):  # no file, or no place for one
         return {}
     try:
-        return msgspec.json.decode(content, type=dict[str, Choice])
-    except msgspec.MsgspecError as error:
+        found = msgspec.json.decode(content, type=dict[str, Choice])
+        if any(choice.ablate for choice in found.values()):
+            raise ValueError("a choice that leaves work out is for measuring, never to be kept")
+        return found
+    except (msgspec.MsgspecError, ValueError) as error:
         raise InputError(f"{path()}: {error}. Remove it, or run `duovolt kernels tune` again.") from None
 
 
 def store(card: str, chosen: Choice) -> Path:
-    """Keep a card's choice; the file. Raises EnvironmentFault if it cannot be written."""
-    write_atomically(path(), msgspec.json.format(msgspec.json.encode(read() | {card: chosen}), indent=1) + b"\n")
+    """Keep a card's choice; the file. A damaged one is begun anew. Raises EnvironmentFault if it cannot be written."""
+    try:
+        known = read()
+    except InputError:
+        known = {}
+    write_atomically(path(), msgspec.json.format(msgspec.json.encode(known | {card: chosen}), indent=1) + b"\n")
     _stored.cache_clear()
     return path()
 

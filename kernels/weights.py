@@ -166,9 +166,9 @@ class HalfWeight:
         if matrix.dtype == torch.bfloat16:
             largest = matrix.abs().amax(dim=1).float()
             exponent = torch.frexp(largest).exponent - _HALF_EXPONENT
-            exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent)).double()
-            scale = torch.exp2(exponent).float()
-            matrix = (matrix.double() * torch.exp2(-exponent)[:, None]).half()
+            exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent))
+            scale = _power_of_two(exponent).float()
+            matrix = (matrix.double() * _power_of_two(-exponent)[:, None]).half()
         padded = torch.nn.functional.pad(matrix, (0, 0, 0, -rows % BAND))
         tiles = padded.view(-1, BAND, columns // GROUP, 2, 8).permute(0, 2, 3, 1, 4).contiguous()
         return cls(tiles, scale)
@@ -225,3 +225,8 @@ def _as_matrix(tiles: Tensor) -> Tensor:
     """[N/32, K/16, 32, 16] -> [N, K]."""
     bands, groups = tiles.shape[:2]
     return tiles.permute(0, 2, 1, 3).reshape(bands * BAND, groups * GROUP)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, exactly, by its bits: torch compiles its `exp2` at run time, in every process anew."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)

@@ -108,7 +108,8 @@ class VisionConfig:
 class ModelConfig:
     """A whole model of the family. `mtp_layers` is 0 or 1; `vision` None for a text-only checkpoint.
 
-    `image_token`: the id that stands for a part of a picture in a prompt, None where the configuration names none.
+    `image_token`, `video_token`: the ids that stand for a part of a picture, and of a video's frames, in a prompt; None
+    where the configuration names none.
     """
 
     text: TextConfig
@@ -116,6 +117,7 @@ class ModelConfig:
     mtp_layers: int
     tie_word_embeddings: bool
     image_token: int | None = None
+    video_token: int | None = None
 
     @staticmethod
     def read(directory: Path) -> "ModelConfig":
@@ -163,8 +165,11 @@ class ModelConfig:
             raise InputError(f"{where}: mtp_use_dedicated_embeddings is true; the family shares the main embedding.")
         if not text_section.boolean("attn_output_gate", True):
             raise InputError(f"{where}: attn_output_gate is false; the family's attention is gated.")
-        image = None if top.value.get("image_token_id") is None else top.integer("image_token_id", least=0)
-        return ModelConfig(text, vision, mtp, tied, image)
+        image, video = (
+            None if top.value.get(name) is None else top.integer(name, least=0)
+            for name in ("image_token_id", "video_token_id")
+        )
+        return ModelConfig(text, vision, mtp, tied, image, video)
 
 
 def without_mtp(config: dict[str, Any]) -> dict[str, Any]:

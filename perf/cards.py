@@ -17,11 +17,12 @@ from ..checkpoint.directory import read_text
 from ..checkpoint.encodings import tile_of, words_of
 from ..checkpoint.errors import InputError, one_line
 from .curve import READ, Curve, Point, Series, read_curve
-from .launch_file import LaunchTimes, at_bytes, by_key
+from .launch_file import Chain, LaunchTimes, at_bytes, by_key, is_within
 from .ledger import Launch
 from .machine import Machine
 
 LITTLE = 64 << 10  # bytes: below, a kernel's time is a constant
+MEASURED = "measured"  # a link: what `bench launches` measured between two cards
 _MAX_FILE = 1 << 20
 _LARGEST = 1 << 40
 
@@ -72,7 +73,7 @@ class Card:
 
     A key of `shares` is a kernel and an encoding (`linears.fp8`), a kernel, a family and an encoding, or a family: the
     first that is there holds, at the nearest number of tokens; for attention, of query rows a kv head. `exact`: launches
-    that were measured alone, by key.
+    that were measured alone, by key; `chains`: the same in a row, by model and ranks; `replay`: seconds between rounds.
     """
 
     name: str
@@ -86,13 +87,15 @@ class Card:
     links: Mapping[str, LinkForm]
     exact: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
     gap_us: float = 0.0
+    chains: Mapping[tuple[str, int], Chain] = field(default_factory=dict)
+    replay: float = 0.0
 
     def seconds(self, launch: Launch) -> float:
         """Time of one kernel, its launch included."""
+        if is_within(launch, self.exact):
+            return 0.0
         if (points := self.exact.get(launch.key)) and (found := at_bytes(points, launch.moved)) is not None:
             return found
-        if launch.kernel == "attention_merge" and any(key.startswith("attention_") for key in self.exact):
-            return 0.0  # in the time of what it merges
         if launch.moved < LITTLE:
             return self.small.get(launch.kernel, self.kernel_us) * 1e-6
         encoding = curve_name(launch.encodings[0]) if launch.encodings else READ
@@ -114,23 +117,40 @@ class Card:
         return 1.0
 
     def message(self, launch: Launch, link: str) -> float:
-        """Seconds of a collective over `link`: none, one of the card file's, or a number, microseconds of any message.
+        """Seconds of a collective over `link`: none, measured, one of the card file's, or microseconds of any message.
 
         Raises InputError for another.
         """
         if link == "none":
             return 0.0
+        if link == MEASURED:
+            for key in (launch.key, launch.key.replace("reduce_norm", "reduce")):  # where a norm is a launch of its own
+                if points := self.exact.get(key):
+                    return points[0][1]
+            raise InputError(f"{self.name}: `{launch.key}` was not measured between two cards: give --link.")
         if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", link):
             return float(link) * 1e-6
         if link not in self.links:
             known = ", ".join(["none", *self.links, "or microseconds"])
             raise InputError(f"{self.name}: no figures of a link {link!r}, only of {known}.")
         form = self.links[link]
-        return _line(form.reduce if launch.kernel == "reduce" else form.gather, launch.message) * 1e-6
+        return _line(form.reduce if launch.kernel != "gather" else form.gather, launch.message) * 1e-6
 
     def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
-        """The same card with launches that were measured alone."""
-        return replace(self, exact=by_key(files))
+        """The same card with launches that were measured alone, and what lies between them."""
+        chains = {(one.model, one.tp): one for file in files for one in file.chains}
+        replays = [file.replay for file in files if file.replay]
+        return replace(self, exact=by_key(files), chains=chains, replay=replays[-1] if replays else 0.0)
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether sums between two cards were measured."""
+        return any(key.startswith("reduce") for key in self.exact)
+
+    def gap(self, label: str, tp: int) -> float:
+        """Seconds a launch that a round costs beyond launches of one kind in a row."""
+        chain = self.chains.get((label, tp))
+        return self.gap_us * 1e-6 if chain is None else chain.gap
 
     def with_shares(self, shares: Mapping[str, Mapping[int, float]]) -> "Card":
         """The same card with measured shares in place of what its file has."""

@@ -31,7 +31,20 @@ class Timing:
     dry: bool = False
 
 
-def time_queued(launches: Sequence[Callable[[], object]], device: torch.device, repeats: int = REPEATS) -> Timing:
+@dataclass(frozen=True)
+class Together:
+    """Two ranks that time the same launches at once: `meet` returns when both have called it, `exchange` takes both cards."""
+
+    meet: Callable[[], object]
+    exchange: Callable[[], object]
+
+
+def time_queued(
+    launches: Sequence[Callable[[], object]],
+    device: torch.device,
+    repeats: int = REPEATS,
+    together: Together | None = None,
+) -> Timing:
     """Times a graph of the launches in order. Call each once before, so that nothing is compiled in the capture."""
     probe = load(PROBE, device.index)
     stream = torch.cuda.Stream(device)
@@ -50,10 +63,10 @@ def time_queued(launches: Sequence[Callable[[], object]], device: torch.device, 
             graph.replay()
             submitted = time.perf_counter() - begin
             stream.synchronize()
-        hold = _SHORTEST_HOLD_US + int(2e6 * submitted)
+        hold = _SHORTEST_HOLD_US * (1 if together is None else 4) + int(2e6 * submitted)
         times, dry = [], 0
         for _ in range(repeats):
-            seconds, ran_dry = _replay(graph, stream, probe.launch, hold)
+            seconds, ran_dry = _replay(graph, stream, probe.launch, hold, together)
             if ran_dry:
                 dry += 1
                 hold = min(2 * hold, _LONGEST_HOLD_US)
@@ -76,11 +89,55 @@ def node_cost(device: torch.device, repeats: int = REPEATS) -> Timing:
     return Timing((long.seconds * _NODES[1] - short.seconds * _NODES[0]) / nodes, max(short.spread, long.spread))
 
 
+def start_cost(device: torch.device, node_seconds: float, repeats: int = REPEATS) -> float:
+    """Seconds that a graph takes beside its nodes, as `time_queued` sees it."""
+    probe = load(PROBE, device.index)
+    found = time_queued([lambda: probe.launch("empty", 1, 32, ())] * _NODES[0], device, repeats)
+    return max(0.0, (found.seconds - node_seconds) * _NODES[0])
+
+
+def replay_cost(device: torch.device, nodes: int = 512, rounds: int = 8) -> float:
+    """Seconds from the last node of a graph to the first of the next, with a small copy to the host between them."""
+    probe = load(PROBE, device.index)
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    probe.launch("empty", 1, 32, ())
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(nodes):
+            probe.launch("empty", 1, 32, ())
+    report, landed = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
+
+    def seconds(replays: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        probe.launch("hold", 1, 1, (_LONGEST_HOLD_US // 16,))
+        begin.record(stream)
+        graph.replay()
+        for _ in range(replays - 1):
+            landed.copy_(report, non_blocking=True)
+            graph.replay()
+        end.record(stream)
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3
+
+    with torch.cuda.stream(stream):
+        seconds(2)
+        one, many = (statistics.median(seconds(count) for _ in range(REPEATS)) for count in (1, 1 + rounds))
+    return max(0.0, (many - one) / rounds - one)
+
+
 def _replay(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, launch: Callable[..., None], hold: int
+    graph: torch.cuda.CUDAGraph,
+    stream: torch.cuda.Stream,
+    launch: Callable[..., None],
+    hold: int,
+    together: Together | None,
 ) -> tuple[float, bool]:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if together is not None:
+        together.meet()
     launch("hold", 1, 1, (min(hold, _LONGEST_HOLD_US),))
+    if together is not None:
+        together.exchange()
     begin.record(stream)
     graph.replay()
     end.record(stream)

@@ -7,7 +7,8 @@ values; drafts are forced to stand, so that every round does the same work.
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +23,8 @@ from ..runtime.messages import GenerateRequest, SamplingParams
 from ..runtime.parallel.device import check_gather, check_reduce
 from .curve import READ, Point, Series
 from .kernels import read_seconds, time_graph
-from .ledger import Ledger
+from .ledger import Launch, Ledger
+from .overlap import Overlap, Span, overlap_of
 from .sheet import Sheet
 
 WARM_ROUNDS = 6
@@ -108,25 +110,31 @@ class Bench:
     def rounds(self, depth: int, lanes: int, drafts: int, count: int, profile: bool = True) -> RoundFigures:
         """`count` timed rounds of `lanes` lanes from `depth` on, each of which keeps `drafts` drafts and one more."""
         steps = WARM_ROUNDS + count + (PROFILED_ROUNDS + 2 if profile else 0)
-        opened = [self._at(number, depth, drafts, steps) for number in range(lanes)]
-        try:
+        with self.opened(depth, lanes, drafts, steps) as opened:
             for _ in range(WARM_ROUNDS):
-                self._round(opened)
+                self.round(opened)
             times = []
             for _ in range(count):
                 begun = time.perf_counter()
-                self._round(opened)
+                self.round(opened)
                 times.append((time.perf_counter() - begun) * 1e3)
             seen = self._profile(opened) if profile else Breakdown()
-        finally:
-            for lane in opened:
-                self.executor.close(lane)
-            self._settle()
         times.sort()
         tenth = len(times) // 10
         return RoundFigures(
             depth, lanes, drafts, statistics.median(times), times[tenth], times[-1 - tenth], count, seen
         )
+
+    @contextmanager
+    def opened(self, depth: int, lanes: int, drafts: int, steps: int) -> Iterator[list[Lane]]:
+        """Lanes at `depth`, with room for `steps` rounds that keep `drafts` drafts each."""
+        opened = [self._at(number, depth, drafts, steps) for number in range(lanes)]
+        try:
+            yield opened
+        finally:
+            for lane in opened:
+                self.executor.close(lane)
+            self._settle()
 
     def prefill(self, tokens: int, chunk: int, seed: int = 0) -> PrefillFigures:
         """Read a random prompt and draw a token."""
@@ -148,6 +156,24 @@ class Bench:
             raise EnvironmentFault(f"the first token after {tokens} tokens: {outcome.fault}")
         return PrefillFigures(tokens, chunk, seconds, self.executor.overflows)
 
+    def chunk_overlap(self, start: int, chunk: int, seed: int = 0) -> Overlap | None:
+        """Where the exchanges of a prompt's chunk from `start` on stand: beside computation, or by themselves."""
+        from torch.profiler import ProfilerActivity, profile
+
+        generator = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(0, self.executor.model.vocabulary, (start + 2 * chunk,), generator=generator).tolist()
+        lane = self._lane(0, prompt, 8)
+        self.executor.open(lane)
+        self.executor.fill(lane, start, token=1)
+        self.executor.prefill(lane, start, chunk)
+        self._settle()
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            self.executor.prefill(lane, start + chunk, chunk)
+            self._settle()
+        self.executor.close(lane)
+        spans = sorted(_spans(recorded.events()))
+        return overlap_of(spans, {name for _, _, name in spans if family_of(name) == "collective"})
+
     def _settle(self) -> None:
         """Wait for the card."""
         if self.executor.state.device.type == "cuda":
@@ -167,7 +193,8 @@ class Bench:
         pages = range(number * self._share, number * self._share + min(self._share, pages_for(len(prompt) + limit + 8)))
         return Lane(number, request, limit, list(pages))
 
-    def _round(self, lanes: list[Lane]) -> None:
+    def round(self, lanes: list[Lane]) -> None:
+        """One round; the lanes take what it made."""
         for lane, outcome in zip(lanes, self.executor.round(lanes), strict=True):
             if outcome.fault is not None:
                 raise EnvironmentFault(f"a round at {lane.length} tokens: {outcome.fault}")
@@ -178,15 +205,12 @@ class Bench:
         """Kernels of some rounds, by the profiler: it makes short kernels look longer, so it has a pass of its own."""
         from torch.profiler import ProfilerActivity, profile
 
-        self._round(lanes)
+        self.round(lanes)
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             for _ in range(PROFILED_ROUNDS):
-                self._round(lanes)
+                self.round(lanes)
         spans = sorted(_spans(recorded.events()))
         return breakdown(spans, PROFILED_ROUNDS)
-
-
-Span = tuple[float, float, str]  # begin, end in microseconds, name
 
 
 def _spans(events: object) -> Iterator[Span]:
@@ -253,15 +277,16 @@ def prompt_operations(sheet: Sheet, tokens: int) -> float:
     return total
 
 
-def floor_of(ledger: Ledger, curve: Series, collective_us: float = 0.0) -> float:
+def floor_of(ledger: Ledger, curve: Series, exchange: Callable[[Launch], float] = lambda launch: 0.0) -> float:
     """Milliseconds of a round if every large read were a plain read of its bytes, and nothing else took time.
 
-    Reads of linears, heads, attention and the delta rule, each over the curve at its size; `collective_us` a collective.
+    Reads of linears, heads, attention and the delta rule, each over the curve at its size; `exchange`: seconds of a
+    collective.
     """
     total = 0.0
     for launch in ledger.launches:
         if launch.family == "collective":
-            total += collective_us * 1e-6
+            total += exchange(launch)
         elif launch.family in ("linear", "head", "attention", "delta") and launch.read > 0:
             total += curve.seconds(launch.read)
     return total * 1e3

@@ -31,13 +31,38 @@ class LaunchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("bytes, seconds and spread are 0 or more")
 
 
+class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A few layers of a round in a row: seconds of `calls` calls, and the sum of their times alone."""
+
+    model: str
+    tp: int
+    calls: int
+    seconds: float
+    alone: float
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(x) and 0 < x < 1 for x in (self.seconds, self.alone)) or self.calls < 1 or self.tp < 1:
+            raise ValueError("a chain has calls, ranks, and seconds below 1")
+
+    @property
+    def gap(self) -> float:
+        """Seconds a call that different launches in a row cost beyond launches of one kind; below 0 where they overlap."""
+        return (self.seconds - self.alone) / self.calls
+
+
 class LaunchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of them. `models`: what was measured for."""
+    """A file of them. `models`: what was measured for; `replay`: seconds between the graphs of two rounds."""
 
     machine: Machine
     models: list[str]
     launches: list[LaunchTime]
+    chains: list[Chain] = []
+    replay: float = 0.0
     format: str = FORMAT
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.replay) and 0 <= self.replay < 1):
+            raise ValueError("replay is in seconds, below 1")
 
     def encode(self) -> bytes:
         """The file's content."""
@@ -64,19 +89,17 @@ def read_launch_times(path: Path) -> LaunchTimes:
     return found
 
 
-def distinct(launches: Iterable[Launch]) -> list[Launch]:
-    """One launch of each key and size that is worth measuring: those whose extents are known."""
-    found: dict[tuple[str, float], Launch] = {}
-    for launch in launches:
-        if launch.form:
-            found.setdefault((launch.key, launch.moved), launch)
-    return list(found.values())
-
-
 def at_bytes(points: list[tuple[float, float]], nbytes: float) -> float | None:
-    """Seconds at `nbytes`: on a line between measured sizes, or beyond; a single size is only good for about itself."""
-    if len(points) == 1:
-        return points[0][1] if abs(nbytes - points[0][0]) <= 0.01 * max(nbytes, points[0][0]) else None
+    """Seconds at `nbytes`: on a line between measured sizes, or beyond; a single size is only good for about itself.
+
+    Bytes of 0: a key that has one size.
+    """
+    if len(points) == 1 or points[0][0] == 0:
+        return (
+            points[0][1]
+            if points[0][0] == 0 or abs(nbytes - points[0][0]) <= 0.01 * max(nbytes, points[0][0])
+            else None
+        )
     index = 1
     while index < len(points) - 1 and nbytes > points[index][0]:
         index += 1
@@ -84,7 +107,19 @@ def at_bytes(points: list[tuple[float, float]], nbytes: float) -> float | None:
     return max(low + (high - low) / (right - left) * (nbytes - left), min(low, high) * 0.5)
 
 
+def is_measured(launch: Launch, exact: Mapping[str, list[tuple[float, float]]]) -> bool:
+    """Whether a time of its own is known, or the time of what it is part of."""
+    return launch.key in exact or is_within(launch, exact)
+
+
+def is_within(launch: Launch, exact: Mapping[str, list[tuple[float, float]]]) -> bool:
+    """Whether its time is in that of another launch that was measured."""
+    return bool(launch.within) and any(key.startswith(f"{launch.within} ") for key in exact)
+
+
 def coverage(launches: Iterable[Launch], exact: Mapping[str, list[tuple[float, float]]]) -> tuple[int, int]:
-    """How many launches have a measurement of their own, and how many there are, collectives apart."""
-    own = [launch for launch in launches if launch.family != "collective"]
-    return sum(launch.key in exact for launch in own), len(own)
+    """How many launches were measured, and how many there are; collectives only if any was."""
+    own = list(launches)
+    if not any(is_measured(launch, exact) for launch in own if launch.family == "collective"):
+        own = [launch for launch in own if launch.family != "collective"]
+    return sum(is_measured(launch, exact) for launch in own), len(own)

@@ -1,159 +1,216 @@
-"""Measures the launches of a ledger one by one, at their real shapes: cold weights, caches and states, in captured graphs."""
+"""Times of a round's own launches, each alone, and of a few layers in a row: cold, in captured graphs."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..kernels.attention import Sequences, decode_attention
-from ..kernels.delta import HEAD, DeltaState, DeltaWeights, Progress, Round, delta_decode
-from ..kernels.kvcache import DIM, PAGE, KVCache
-from ..kernels.linear import prepare
-from ..kernels.norm import embed, gated_rms_norm, rms_norm
-from ..kernels.reference import mrope_axes, rope_table
-from ..kernels.reference.rope import inverse_frequencies
-from ..kernels.rope import PAIRS, qkv_rope
-from ..runtime.engine.cuda.flights import BUCKETS
-from .device_timing import time_queued
-from .kernels import Case, copies_of, random_weight
-from .kernels import launches as linear_launches
-from .launch_file import LaunchTime
-from .ledger import Launch
+from ..kernels.module import overlapping
+from ..kernels.ops import ops_for
+from ..model.inventory import inventory
+from ..runtime.engine.cuda.executor import CudaExecutor
+from ..runtime.engine.pages import pages_for
+from ..runtime.parallel.device import DeviceCollective, SoloDevice
+from .device_timing import Timing, Together, time_queued
+from .engine import Alone, Bench
+from .kernels import copies_of
+from .launch_file import Chain, LaunchTime
+from .launch_record import Call, Recorder, staging_call
+from .model_source import Described
+from .random_weights import random_weights
 
 POOL_BYTES = 3 << 29
-RANDOM = ("nvfp4", "fp8", "half")  # encodings whose words can be made up
-_WARM_COPIES = 24  # of what lies in the second-level cache in a round too
-_EPS = 1e-6
-Calls = list[Callable[[], object]]
+MOST_BYTES = 24 << 30  # of copies of one call
+WARM_CALLS = 96  # of what lies in the second-level cache in a round too
+EXCHANGES = 64  # in a graph
+ABOUT = 0.05  # of bytes: the same size
+# Called last, and in this order: what each leaves behind is what the next one finds in a round.
+ORDER = ("round_rows", "decide", "round_advance")
+_ROUNDS = 3  # before the one that is listened to: buffers are made, lanes have drafts that stood
+_SPARE = 64
 
 
-def measure_launches(
-    launches: Iterable[Launch], device: torch.device, tell: Callable[[LaunchTime], None] = lambda one: None
-) -> list[LaunchTime]:
-    """A time for each launch; `tell` is told at once."""
-    prepare(device)
-    found = []
-    for launch in launches:
-        found.append(_measured(launch, device))
-        tell(found[-1])
-        torch.cuda.empty_cache()
-    return found
+@dataclass(frozen=True)
+class Wanted:
+    """Rounds whose launches are measured."""
+
+    contexts: Sequence[int]
+    drafts: int = 3
+    lanes: int = 1
+    kv: str = "int8"
 
 
-def _measured(launch: Launch, device: torch.device) -> LaunchTime:
-    calls = _calls(launch, device)
-    if calls is None:
-        return LaunchTime(launch.key, launch.moved, 0.0, why="no measurement of this kernel")
-    for call in calls[:2]:
-        call()
-    timing = time_queued(calls, device)
-    if timing.dry:
-        return LaunchTime(launch.key, launch.moved, 0.0, why="the queue ran dry: the host is too busy")
-    return LaunchTime(launch.key, launch.moved, timing.seconds, timing.spread)
+@dataclass
+class Found:
+    """Times and chains."""
 
+    launches: list[LaunchTime] = field(default_factory=list)
+    chains: list[Chain] = field(default_factory=list)
 
-def _calls(launch: Launch, device: torch.device) -> Calls | None:
-    kernel = launch.kernel
-    if kernel in ("linear", "linears", "swiglu"):
-        return _linear(launch, device)
-    if kernel in ("attention_int8", "attention_fp16"):
-        return _attention(launch, device)
-    if kernel == "delta_decode":
-        return _delta(launch, device)
-    if kernel in ("qkv_rope_int8", "qkv_rope_fp16"):
-        return _rope(launch, device)
-    tokens = launch.tokens
-    if kernel in ("rms_norm", "rms_norm_delta"):
-        width = int(launch.form)
-        x = torch.randn(tokens, width, device=device)
-        delta = torch.zeros_like(x) if kernel == "rms_norm_delta" else None
-        return [partial(rms_norm, x, torch.zeros(width, device=device), _EPS, delta=delta)] * _WARM_COPIES
-    if kernel == "gated_rms_norm":
-        heads = int(launch.form)
-        x, gate = torch.randn(tokens, heads, HEAD, device=device), torch.randn(tokens, heads * HEAD, device=device)
-        return [partial(gated_rms_norm, x, gate, torch.ones(HEAD, device=device), _EPS)] * _WARM_COPIES
-    if kernel == "embed":
-        table = torch.zeros(1 << 16, int(launch.form), dtype=torch.bfloat16, device=device)
-        ids = [torch.randint(0, 1 << 16, (tokens,), dtype=torch.int32, device=device) for _ in range(_WARM_COPIES)]
-        return [partial(embed, one, table) for one in ids]
-    return None
-
-
-def _linear(launch: Launch, device: torch.device) -> Calls | None:
-    matrices = []
-    for word in launch.form.split():
-        encoding, _, extents = word.partition(":")
-        rows, _, columns = extents.partition("x")
-        if encoding not in RANDOM:
-            return None
-        matrices.append((encoding, int(rows), int(columns)))
-    swiglu = launch.kernel == "swiglu"
-    if swiglu and matrices[0] != matrices[1]:
+    def of(self, call: Call) -> LaunchTime | None:
+        """What was measured of its key, at about its size: passes of a round stand a few tokens apart."""
+        for one in self.launches:
+            if one.key == call.key and abs(one.nbytes - call.nbytes) <= ABOUT * call.nbytes:
+                return one
         return None
-    hidden_out = launch.kernel == "linear" and launch.what.endswith((" output", " down"))
-    case = Case(launch.key, tuple(matrices), swiglu=swiglu, residual=hidden_out)
-    sets = [[random_weight(*matrix, device) for matrix in matrices]]
-    nbytes = sum(weight.nbytes for weight in sets[0])
-    sets += [[random_weight(*m, device) for m in matrices] for _ in range(copies_of(nbytes, POOL_BYTES) - 1)]
-    return linear_launches(case, sets, launch.tokens, device)
 
 
-def _pools(pages: int, heads: int, int8: bool, device: torch.device) -> Iterator[KVCache]:
-    while True:
-        cache = KVCache.empty(pages, heads, int8=int8, device=device)
-        for part in (cache.keys, cache.values):
-            part.random_(0, 255) if int8 else part.normal_()
-        for scales in (cache.key_scales, cache.value_scales):
-            if scales is not None:
-                scales.fill_(1 / 128)
-        yield cache
+@dataclass(frozen=True)
+class Costs:
+    """Of a graph: seconds that it takes beside its nodes."""
+
+    start: float
 
 
-def _attention(launch: Launch, device: torch.device) -> Calls:
-    query_heads, kv_heads = map(int, launch.form.split("/"))
-    int8, tokens, lanes = launch.kernel.endswith("int8"), launch.tokens, launch.lanes
-    position = kv_heads * 2 * (DIM + 8 if int8 else 2 * DIM)
-    positions = round(launch.kv / lanes / position)
-    pages = -(-positions // PAGE)
-    made = _pools(lanes * pages, kv_heads, int8, device)
-    caches = [next(made) for _ in range(copies_of(launch.kv, POOL_BYTES))]
-    tables = torch.randperm(lanes * pages, device=device).int().view(lanes, pages)
-    sequences = Sequences.of(tables, [positions - tokens] * lanes, [tokens] * lanes)
-    rows = lanes * tokens
-    query = torch.randn(rows, query_heads, DIM, device=device).half()
-    gate = torch.randn(rows, query_heads, 2 * DIM, device=device)[..., DIM:]
-    bucket = next((bound for bound in BUCKETS if positions < bound), positions)
-    wide = torch.nn.functional.pad(tables, (0, max(0, -(-bucket // PAGE) - pages)))
-    sequences = Sequences(wide, sequences.starts, sequences.counts, sequences.firsts, sequences.positions)
-    return [
-        partial(decode_attention, query, cache, sequences, max_tokens=tokens, max_positions=bucket, gate=gate)
-        for cache in caches
-    ]
+def shortened(model: Described) -> Described:
+    """The same model with as few of its first layers as have every kind of layer in it."""
+    kinds, seen = [], set[tuple[str, ...]]()
+    for number, kind in enumerate(model.config.text.layer_types):
+        own = f".layers.{number}."
+        parts = sorted(
+            f"{name.partition(own)[2]}={word}"
+            for name, word in model.encodings.items()
+            if own in name and not name.startswith("mtp")
+        )
+        kinds.append((kind, *parts))
+    last = 0
+    for number, one in enumerate(kinds):
+        if one not in seen:
+            seen.add(one)
+            last = number
+    types = model.config.text.layer_types[: last + 1]
+    text = replace(model.config.text, num_hidden_layers=len(types), layer_types=types)
+    config = replace(model.config, text=text, vision=None)
+    names = inventory(config)
+    return replace(model, config=config, encodings={k: v for k, v in model.encodings.items() if k in names})
 
 
-def _delta(launch: Launch, device: torch.device) -> Calls:
-    key_heads, value_heads = map(int, launch.form.split("/"))
-    tokens, lanes = launch.tokens, launch.lanes
-    channels = (2 * key_heads + value_heads) * HEAD
-    zeros = partial(torch.zeros, device=device)
-    weights = DeltaWeights(torch.randn(channels, 4, device=device) / 2, zeros(value_heads), zeros(value_heads))
-    memories = [DeltaState.empty(lanes, weights) for _ in range(48)]  # as many as a large model has layers
-    progress = Progress.empty(lanes, device)
-    progress.accepted.fill_(tokens)
-    batch = Round.of(list(range(lanes)), [tokens] * lanes, device)
-    joined = torch.randn(lanes * tokens, channels + value_heads * (HEAD + 2), device=device)
-    mixed, _, b, a = joined.split([channels, value_heads * HEAD, value_heads, value_heads], dim=1)
-    return [partial(delta_decode, mixed, a, b, weights, memory, progress, batch) for memory in memories]
+class Subject:
+    """A short form of a model on a card, whose rounds are listened to."""
+
+    def __init__(
+        self, model: Described, rank: int, link: DeviceCollective, wanted: Wanted, device: torch.device
+    ) -> None:
+        self.model, self.wanted, self.device = model, wanted, device
+        short = shortened(model)
+        weights = random_weights(short.config, _plain(short.encodings), model.tp, rank, device)
+        most = short.config.text.max_position_embeddings
+        steps = (_ROUNDS + 2) * (1 + wanted.drafts) + _SPARE
+        self._context = min(most, max(wanted.contexts) + steps)
+        self._recorder = Recorder()
+        self.executor = CudaExecutor(
+            weights,
+            self._recorder.link(link),
+            max_context=self._context,
+            lanes=wanted.lanes,
+            drafts=wanted.drafts,
+            n_sampleable=short.config.text.vocab_size,
+            pages=wanted.lanes * pages_for(self._context),
+            int8=wanted.kv == "int8",
+            graphs=False,
+            ahead=False,
+            ops=self._recorder.ops(ops_for(device)),
+        )
+        self.bench = Bench(self.executor, wanted.lanes, self._context)
+
+    def rounds(self) -> Iterator[list[Call]]:
+        """The calls of a round at each depth; they hold while the loop is at that depth."""
+        wanted, hidden = self.wanted, self.model.config.text.hidden_size
+        for context in wanted.contexts:
+            depth = min(context, self._context - (_ROUNDS + 2) * (1 + wanted.drafts) - 8)
+            with self.bench.opened(depth, wanted.lanes, wanted.drafts, _ROUNDS + 2) as lanes:
+                for _ in range(_ROUNDS):
+                    self.bench.round(lanes)
+                with self._recorder.listening() as calls:
+                    self.bench.round(lanes)
+                own = list(calls)
+                if wanted.drafts:
+                    own.append(staging_call(hidden, wanted.lanes, self.device))
+                yield own
 
 
-def _rope(launch: Launch, device: torch.device) -> Calls:
-    query_heads, kv_heads = map(int, launch.form.split("/"))
-    tokens, int8 = launch.tokens, launch.kernel.endswith("int8")
-    cache = next(_pools(4, kv_heads, int8, device))
-    cosines, sines = rope_table(4096, inverse_frequencies(DIM, 2 * PAIRS / DIM, 1e7))
-    axes = mrope_axes(PAIRS, [11, 11, 10]).int().to(device)
-    slots = torch.arange(tokens, dtype=torch.int32, device=device)
-    projection = torch.randn(tokens, (2 * query_heads + 2 * kv_heads) * DIM, device=device)
-    norm, tables = torch.zeros(DIM, device=device), (cosines.to(device), sines.to(device))
-    call = partial(qkv_rope, projection, norm, norm, tables, axes, slots.repeat(3, 1), slots, cache, _EPS)
-    return [call] * _WARM_COPIES
+def _plain(encodings: dict[str, str]) -> dict[str, str]:
+    return {name: "nvfp4" if word.startswith("nvfp4") else word for name, word in encodings.items()}
+
+
+def measure_subject(
+    subject: Subject, found: Found, costs: Costs, together: Together | None, tell: Callable[[LaunchTime], None]
+) -> None:
+    """Every call of the subject's rounds that `found` does not have, and a chain at the first depth."""
+    exchanging = together is not None
+    for number, calls in enumerate(subject.rounds()):
+        mine = [call for call in calls if exchanging or not call.is_exchange]
+        for call in sorted(mine, key=lambda one: ORDER.index(one.op) if one.op in ORDER else -1):
+            if found.of(call) is None:
+                one = _alone(call, subject.device, costs, together)
+                found.launches.append(one)
+                tell(one)
+                torch.cuda.empty_cache()
+        if number == 0 and (chain := _chain(subject, mine, found, costs, together)) is not None:
+            found.chains.append(chain)
+
+
+def _alone(call: Call, device: torch.device, costs: Costs, together: Together | None) -> LaunchTime:
+    calls: list[Callable[[], object]]
+    if call.is_exchange:
+        calls = [call] * EXCHANGES
+    elif call.cold_reads:
+        count = min(copies_of(math.ceil(call.cold_reads), POOL_BYTES), max(2, MOST_BYTES // call.cold_bytes))
+        calls = [call, *(call.copied({}) for _ in range(count - 1))]
+    else:
+        calls = [call] * WARM_CALLS
+    for one in calls[:2]:
+        one()
+    timing = time_queued(calls, device, together=together if call.is_exchange else None)
+    parts = 2 if call.op == "elementwise" else 1
+    if timing.dry:
+        return LaunchTime(call.key, call.nbytes, 0.0, why="the queue ran dry: the host is too busy")
+    return LaunchTime(call.key, call.nbytes, _without_start(timing, len(calls), costs) / parts, timing.spread)
+
+
+def _without_start(timing: Timing, count: int, costs: Costs) -> float:
+    return max(timing.seconds - costs.start / count, 0.2 * timing.seconds)
+
+
+def layers_of(calls: Sequence[Call]) -> list[Call]:
+    """The calls of the verification pass between the embedding and the head."""
+    embeds = [number for number, call in enumerate(calls) if call.op == "embed" and call.key.startswith("embed ")]
+    deciding = [number for number, call in enumerate(calls) if call.op == "decide"]
+    if not embeds or not deciding:
+        return []
+    inside = list(calls[embeds[-1] + 1 : deciding[-1]])
+    products = [number for number, call in enumerate(inside) if call.op == "linear"]
+    return inside[: products[-1]] if products else []
+
+
+def _chain(
+    subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, together: Together | None
+) -> Chain | None:
+    """Both of two ranks time it, whatever else either has measured: each exchange takes both."""
+    inside = layers_of(calls)
+    if not inside:
+        return None
+    cold = sum({id(part): part.nbytes for call in inside for part in call.cold_tensors()}.values())
+    count = max(2, min(copies_of(cold, POOL_BYTES), MOST_BYTES // cold))
+    rows: list[list[Call]] = [inside]
+    for _ in range(count - 1):
+        made: dict[int, object] = {}
+        rows.append([call.copied(made) for call in inside])
+    with overlapping():  # as in a round
+        timing = time_queued(list(itertools.chain(*rows)), subject.device, together=together)
+    del rows
+    torch.cuda.empty_cache()
+    alone = [one.seconds for call in inside if (one := found.of(call)) is not None and one.seconds]
+    if timing.dry or len(alone) < len(inside):
+        return None
+    seconds = _without_start(timing, count * len(inside), costs) * len(inside)
+    return Chain(subject.model.label, subject.model.tp, len(inside), seconds, sum(alone))
+
+
+def lone(model: Described, rank: int = 0) -> DeviceCollective:
+    """A link for one rank without its twin."""
+    return SoloDevice() if model.tp == 1 else Alone(model.tp, rank)

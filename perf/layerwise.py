@@ -2,8 +2,9 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -11,14 +12,15 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from ..checkpoint.manifest import has_manifest
-from ..kernels.module import forced_arch
+from ..kernels.build import options
+from ..kernels.module import counted_launches, forced_arch
 from ..runtime.engine.cache import Cache
 from ..runtime.engine.cuda.executor import CudaExecutor
 from ..runtime.engine.cuda.fitness import check_fitness
 from ..runtime.engine.cuda.loading import load_cuda_weights
 from ..runtime.engine.lane import Lane
 from ..runtime.engine.model import Batch, Model, Segment
-from ..runtime.engine.pages import pages_for
+from ..runtime.engine.pages import PAGE, pages_for
 from ..runtime.engine.sources import open_source
 from ..runtime.engine.weights import load_weights
 from ..runtime.messages import GenerateRequest, SamplingParams
@@ -29,7 +31,7 @@ from ..runtime.parallel.region import Region, region_bytes
 from ..runtime.rank.identity import find_ranks
 
 BACKENDS = ("reference", "cuda")
-CHUNK = 512
+ROUND = 4  # tokens: one and three drafts
 _TWIN_SECONDS = 600.0
 
 
@@ -42,6 +44,45 @@ class Row:
     cosine: float
     relative: float
     worst_relative: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a prompt is read: so many tokens at a time, but the last `decoded` as decode rounds of four."""
+
+    chunk: int = 512
+    decoded: int = 0
+
+    def pieces(self, count: int) -> Iterator[tuple[slice, bool]]:
+        """(tokens, whether a round reads them), in order."""
+        prompt = count - self.decoded
+        for start in range(0, prompt, self.chunk):
+            yield slice(start, min(start + self.chunk, prompt)), False
+        for start in range(prompt, count, ROUND):
+            yield slice(start, min(start + ROUND, count)), True
+
+
+@dataclass(frozen=True)
+class Run:
+    """`layers`: each layer's output, float32 [T, hidden] on the CPU; `launches`: of our kernels, by architecture of code."""
+
+    layers: list[Tensor] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def code(self) -> str:
+        """What ran, in words."""
+        return ", ".join(f"{count} launches of {arch} code" for arch, count in sorted(self.launches.items())) or "torch"
+
+
+def check_arch(arch: str | None, backend: str, devices: list[torch.device]) -> None:
+    """Raises InputError for code of an architecture that there is none of, or where no kernel would run."""
+    if arch is None:
+        return
+    options(arch)
+    if backend != "cuda" or devices[0].type != "cuda":
+        where = f"on {devices[0]}" if backend == "cuda" else f"with the {backend} backend"
+        raise InputError(f"code of {arch} was asked for, but {where} no kernel runs: its torch reference does.")
 
 
 def directories_of(path: Path) -> list[Path]:
@@ -58,8 +99,9 @@ def outputs(
     devices: list[torch.device],
     kv: str = "int8",
     arch: str | None = None,
-) -> list[Tensor]:
-    """Each layer's output, float32 [T, hidden] on the CPU, for a prompt of `tokens` read in chunks.
+    reading: Reading | None = None,
+) -> Run:
+    """What rank 0's layers give for a prompt of `tokens`.
 
     Ranks run as threads of this process, over the CPU mailbox; `devices`: one a rank, of the cuda backend; `arch`: code of
     its kernels, None: the card's own. Raises InputError for directories that are not the ranks of one split, and what
@@ -67,19 +109,22 @@ def outputs(
     """
     if backend not in BACKENDS:
         raise InputError(f"backend {backend!r}: {' or '.join(BACKENDS)}.")
+    check_arch(arch, backend, devices)
     if len(directories) > 2:
         raise InputError(f"{len(directories)} ranks: at most 2 are run side by side.")
     region = Region(bytearray(region_bytes()))
-    found: list[list[Tensor]] = [[] for _ in directories]
+    found = [Run() for _ in directories]
     faults: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
             mailbox = Mailbox(region, rank, _TWIN_SECONDS) if len(directories) == 2 else None
             code = contextlib.nullcontext() if arch is None else forced_arch(arch)
-            with torch.inference_mode(), code:
+            with torch.inference_mode(), code, counted_launches() as launches:
                 run = _reference if backend == "reference" else _cuda
-                run(directories[rank], tokens, devices[rank % len(devices)], kv, mailbox, _keeping(found[rank]))
+                device = devices[rank % len(devices)]
+                run(directories[rank], tokens, device, kv, reading or Reading(), mailbox, _keeping(found[rank].layers))
+            found[rank].launches.update(launches)
         except BaseException as fault:  # told by the caller's thread
             faults.append(fault)
 
@@ -124,6 +169,7 @@ def _reference(
     tokens: list[int],
     device: torch.device,
     kv: str,
+    reading: Reading,
     mailbox: Mailbox | None,
     observe: Callable[[int, Tensor], None],
 ) -> None:
@@ -131,11 +177,13 @@ def _reference(
     model = Model(weights, SoloCollective() if mailbox is None else MailboxCollective(mailbox), count)
     model.observe = observe
     cache = Cache.for_one(weights, count)
-    for start in range(0, count, CHUNK):
-        here = tokens[start : start + CHUNK]
-        rope = torch.arange(start, start + len(here)).expand(3, -1)
-        model.forward(Batch(torch.tensor(here), [Segment(0, start, len(here))], rope, by_rows=False), cache)
-        cache.lengths[0] = start + len(here)
+    for part, decoded in reading.pieces(count):
+        here = tokens[part]
+        rope = torch.arange(part.start, part.stop).expand(3, -1)
+        model.forward(Batch(torch.tensor(here), [Segment(0, part.start, len(here))], rope, by_rows=decoded), cache)
+        if decoded:
+            cache.commit(0, len(here))
+        cache.lengths[0] = part.stop
 
 
 def _cuda(
@@ -143,6 +191,7 @@ def _cuda(
     tokens: list[int],
     device: torch.device,
     kv: str,
+    reading: Reading,
     mailbox: Mailbox | None,
     observe: Callable[[int, Tensor], None],
 ) -> None:
@@ -150,16 +199,19 @@ def _cuda(
     check_fitness(source.config, source.tp_size, str(directory))
     weights, _ = load_cuda_weights(directory, device)
     link = SoloDevice() if mailbox is None else CpuDeviceCollective(MailboxCollective(mailbox))
-    context = pages_for(len(tokens) + 1) * 64
+    context = pages_for(len(tokens) + ROUND + 1) * PAGE
     executor = CudaExecutor(
         weights, link, max_context=context, lanes=1, drafts=0, n_sampleable=weights.config.text.vocab_size,
         int8=kv == "int8", graphs=False,
     )  # fmt: skip
     executor.model.common.observe = observe
-    request = GenerateRequest(1, tokens, 1, [], True, SamplingParams(temperature=0.0))
-    lane = Lane(0, request, 1, list(range(executor.pages)))
+    request = GenerateRequest(1, tokens, ROUND + 1, [], True, SamplingParams(temperature=0.0))
+    lane = Lane(0, request, ROUND + 1, list(range(executor.pages)))
     executor.open(lane)
-    for start in range(0, len(tokens), CHUNK):
-        executor.prefill(lane, start, min(CHUNK, len(tokens) - start))
-        lane.read = min(start + CHUNK, len(tokens))
+    for part, decoded in reading.pieces(len(tokens)):
+        if decoded:
+            executor.feed(lane, part.start, tokens[part])
+            continue
+        executor.prefill(lane, part.start, part.stop - part.start)
+        lane.read = part.stop
     executor.close(lane)

@@ -64,6 +64,7 @@ class Launch:
     lanes     sequences
     form      the extents that decide its time beside its bytes
     message   bytes a collective carries
+    within    the kernel whose time holds this one's, where that was measured as the runtime calls it
     """
 
     kernel: str
@@ -79,6 +80,7 @@ class Launch:
     lanes: int = 1
     form: str = ""
     message: int = 0
+    within: str = ""
 
     @property
     def key(self) -> str:
@@ -152,16 +154,16 @@ def _draft(sheet: Sheet, shape: Shape, number: int, tokens: int) -> Iterator[Lau
     run = _Pass(sheet, shape, f"draft {number}", tokens)
     yield run.small("round_rows", "lengths, slots, positions")
     if number == 1:
-        yield run.small("embed_fp32", "hidden states that were kept")
+        yield run.small("embed_fp32", "hidden states that were kept", form=str(sheet.hidden))
     yield run.embed()
     yield run.norm("mtp embedding norm", True)
     yield run.norm("mtp hidden norm", True)
     yield run.linears("linear", "mtp.fc", sheet.mtp.fc)
-    yield from run.layer(sheet.mtp.layer, True)
-    yield run.norm("mtp.norm", False)
+    yield from run.layer(sheet.mtp.layer, True, True)
+    yield run.norm("mtp.norm", False, True)
     if number == 1:
-        yield run.small("embed_fp32", "the last that stands")
-        yield from (run.small("elementwise", "to fp16") for _ in range(2))
+        yield run.small("embed_fp32", "the last that stands", form=str(sheet.hidden), rows=shape.lanes)
+        yield from (run.small("elementwise", "to fp16", form=str(sheet.hidden), rows=shape.lanes) for _ in range(2))
     reduced = shape.draft_head and sheet.draft_head is not None
     head = sheet.draft_head if reduced and sheet.draft_head is not None else sheet.head
     yield from run.head(head, shape.lanes, reduced)
@@ -177,22 +179,49 @@ class _Pass:
     def verify(self) -> Iterator[Launch]:
         yield self.small("round_rows", "lengths, slots, positions")
         yield self.embed()
+        last = len(self.sheet.layers) - 1
         for index, layer in enumerate(self.sheet.layers):
-            yield from self.layer(layer, index == 0)
-        yield self.norm("final norm", False)
+            yield from self.layer(layer, index == 0, index == last)
+        yield self.norm("final norm", False, True)
         yield from self.head(self.sheet.head, self.rows, False)
         yield self.small("round_advance", "lengths, states, hidden states kept")
 
     def embed(self) -> Launch:
         return self.small("embed", f"{self.rows} rows", self.rows * self.sheet.embed_row, form=str(self.sheet.hidden))
 
-    def small(self, kernel: str, what: str, weights: int = 0, written: int = 0, form: str = "") -> Launch:
-        return Launch(kernel, "small", self.part, what, weights, written=written, tokens=self.rows, form=form)
+    def small(
+        self,
+        kernel: str,
+        what: str,
+        weights: int = 0,
+        written: int = 0,
+        form: str = "",
+        rows: int | None = None,
+        within: str = "",
+    ) -> Launch:
+        return Launch(
+            kernel,
+            "small",
+            self.part,
+            what,
+            weights,
+            written=written,
+            tokens=rows or self.rows,
+            form=form,
+            within=within,
+        )
 
-    def norm(self, what: str, first: bool) -> Launch:
-        """On several ranks a norm adds what was summed over them, unless it is the `first` of a stream."""
-        kernel = "rms_norm" if first or self.sheet.tp == 1 else "rms_norm_delta"
-        return self.small(kernel, what, 4 * self.sheet.hidden, form=str(self.sheet.hidden))
+    def norm(self, what: str, first: bool, last: bool = False) -> Launch:
+        """On several ranks a norm adds what was summed over them, unless it is the `first` of a stream.
+
+        The mailbox goes on from its sum to the norm in one launch, but for the `last` of a stream.
+        """
+        width = str(self.sheet.hidden)
+        if first or self.sheet.tp == 1:
+            return self.small("rms_norm", what, 4 * self.sheet.hidden, form=width)
+        return self.small(
+            "rms_norm_delta", what, 4 * self.sheet.hidden, form=width, within="" if last else "reduce_norm"
+        )
 
     def linears(
         self, kernel: str, what: str, *matrices: Matrix, family: Family = "linear", rows: int | None = None
@@ -204,27 +233,33 @@ class _Pass:
             kernel, family, self.part, what, total, encodings=encodings, tokens=rows or self.rows, form=form
         )  # fmt: skip
 
-    def reduce(self, what: str) -> Iterator[Launch]:
+    def reduce(self, what: str, last: bool = False) -> Iterator[Launch]:
         if self.sheet.tp > 1:
-            yield Launch("reduce", "collective", self.part, what, message=2 * self.rows * self.sheet.hidden)
+            kernel, width = "reduce" if last else "reduce_norm", self.sheet.hidden
+            yield Launch(
+                kernel, "collective", self.part, what, message=2 * self.rows * width, tokens=self.rows, form=str(width)
+            )
 
     def head(self, head: Matrix, rows: int, reduced: bool) -> Iterator[Launch]:
         yield self.linears("linear", head.name.removesuffix(".weight"), head, family="head", rows=rows)
         if self.sheet.head_cut:
-            yield Launch("gather", "collective", self.part, "logits", message=4 * rows * head.rows)
+            message = 4 * rows * head.rows
+            yield Launch("gather", "collective", self.part, "logits", message=message, tokens=rows, form=str(head.rows))
         if reduced:
             yield self.small("round_scatter", "the draft head's logits to their ids")
         for name in SAMPLING:
-            yield Launch(f"sampling_{name}", "sampling", self.part, f"{rows} rows of logits", tokens=rows)
+            within = "" if name == SAMPLING[0] else f"sampling_{SAMPLING[0]}"
+            what = f"{rows} rows of logits"
+            yield Launch(f"sampling_{name}", "sampling", self.part, what, tokens=rows, within=within)
 
-    def layer(self, layer: Layer, first: bool) -> Iterator[Launch]:
+    def layer(self, layer: Layer, first: bool, last: bool) -> Iterator[Launch]:
         yield self.norm(f"{layer.name} input norm", first)
         yield from self.attention(layer) if layer.kind == FULL else self.delta(layer)
         yield self.linears("linear", f"{layer.name} output", layer.output)
         yield from self.reduce(f"{layer.name} output")
         yield self.norm(f"{layer.name} post norm", False)
         yield from self.mlp(layer)
-        yield from self.reduce(f"{layer.name} mlp")
+        yield from self.reduce(f"{layer.name} mlp", last)
 
     def attention(self, layer: Layer) -> Iterator[Launch]:
         heads, shape = self.sheet.heads, self.shape
@@ -236,7 +271,10 @@ class _Pass:
             f"attention_{shape.kv}", "attention", self.part, layer.name, kv=read, tokens=self.tokens,
             lanes=shape.lanes, form=form,
         )  # fmt: skip
-        yield Launch("attention_merge", "attention", self.part, layer.name, tokens=self.tokens, lanes=shape.lanes)
+        yield Launch(
+            "attention_merge", "attention", self.part, layer.name, tokens=self.tokens, lanes=shape.lanes,
+            within=f"attention_{shape.kv}",
+        )  # fmt: skip
 
     def delta(self, layer: Layer) -> Iterator[Launch]:
         """Rows of the last round that stand are read again: as many as this round has, at most, are counted."""

@@ -52,6 +52,8 @@ def measure_lockstep(skew_us: int, rounds: int = 2000) -> LockstepCost:
         ]
         for rank in ranks:
             rank.start()
+        for _, written in pipes:
+            written.close()  # a rank that dies ends its pipe
         times = [pipe.recv() for pipe, _ in pipes]  # float64 [rounds, 2]: arrival and return, each rank
         for rank in ranks:
             rank.join()

@@ -1,8 +1,8 @@
 """Texts to read and go on with, made from templates: the same for everyone, of any length, in whole blocks.
 
 A block of `code` is a small Python class, one of `chinese` a paragraph; both are full of what repeats and what does not, as
-real text is. 722 blocks of code are meant to be about 186,000 tokens of the family's tokenizer, 1,162 Chinese ones about
-193,000; how many a server counts, it says itself.
+real text is. With the vocabulary of the family's older models, of 151,643 entries, 722 blocks of code are 184,726 tokens and
+1,162 Chinese ones 193,443 (seed 0); how many a server counts, it says itself.
 """
 
 import random
@@ -60,6 +60,7 @@ def _code(pick: random.Random, number: int) -> str:
     def __init__(self, {other}: dict[str, int], limit: int = {limit}) -> None:
         self.{other} = {other}
         self.limit = limit
+        self.last_{third} = {limit}
         self.{adjective}: list[str] = []
 
     def {verb}(self, {noun}: str, {third}: int = {step}) -> bool:
@@ -95,7 +96,8 @@ def _chinese(pick: random.Random, number: int) -> str:
         f"然后去找一位{friend}。{friend}听完以后没有马上回答，只是{second}。他们谈起过去的{pick.randrange(3, 60)}年，"
         f"谈起{pick.choice(_PLACES)}和那里的{pick.choice(_PEOPLE)}，也谈起{pick.choice(_THINGS)}的来历。"
         f"{person}说，{thought}。{friend}点点头，回答说，{last}。后来{pick.choice(_WEATHER)}，两个人{third}，"
-        f"约好{pick.randrange(2, 29)}天以后在{place}再见面，到那时再把{thing}的故事讲完。\n\n"
+        f"约好{pick.randrange(2, 29)}天以后在{place}再见面，"
+        f"到那时再把{thing}的故事从头到尾讲完，一个字也不漏，连当年的天气也要说得清清楚楚。\n\n"
     )
 
 
@@ -108,7 +110,7 @@ _MATERIALS: dict[str, tuple[Callable[[random.Random, int], str], str, str]] = {
     "chinese": (_chinese, "下面是一部小说的一部分。\n\n", "请用同样的风格继续写下去，一节接一节，只写正文。"),
 }
 MATERIALS = tuple(_MATERIALS)
-PUBLISHED = {"code": (722, 186_000), "chinese": (1162, 193_000)}  # blocks, tokens
+PUBLISHED = {"code": (722, 186_000), "chinese": (1162, 193_000)}  # blocks, tokens that the blocks were sized for
 
 
 def blocks(material: str, seed: int = 0) -> Iterator[str]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from ..checkpoint.errors import EnvironmentFault
 from ..runtime.parallel.choice import Choice, choose
 from ..runtime.parallel.device import DeviceCollective
+from ..runtime.parallel.handshake import exchange_bytes
 from ..runtime.parallel.mailbox import Mailbox
 from ..runtime.parallel.region import Region, region_bytes
 from ..runtime.parallel.shared import SharedFile
+from ..runtime.parallel.timing import Meet
 from ..runtime.parallel.ways import open_way
 
 MEETING_SECONDS = 600.0  # one rank may take longer to make its weights
@@ -58,8 +62,36 @@ def twin(words: Sequence[str]) -> Iterator[str]:
         raise EnvironmentFault(f"the second rank ended with exit code {child.returncode}: {last[0]}")
 
 
-def join(name: str, rank: int, way: Choice, device: torch.device) -> DeviceCollective:
-    """Meet the other rank and open the way. Raises as `open_way` does, MailboxTimeout if it does not come."""
+def words_of(what: str, args: argparse.Namespace, positional: Sequence[str] = ()) -> list[str]:
+    """`bench WHAT` with the same choices, as words for the second rank."""
+    words = ["bench", what, "--quiet"]
+    for name, value in vars(args).items():
+        if (
+            name in ("what", "command", "quiet", "debug", "json", "twin", *positional)
+            or value is None
+            or value is False
+        ):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [option, *map(str, value if isinstance(value, list) else [value])]
+    for name in positional:
+        words[2:2] = getattr(args, name)
+    return words
+
+
+def part(link: DeviceCollective, meet: Meet) -> None:
+    """Close the way once both ranks have come to it: neither frees what the other may still use."""
+    meet()
+    close = getattr(link, "close", None)
+    if close is not None:
+        close()
+
+
+def join(name: str, rank: int, way: Choice, device: torch.device) -> tuple[DeviceCollective, Meet]:
+    """Meet the other rank and open the way; what opens it, and a call that returns when both have made it.
+
+    Raises as `open_way` does, MailboxTimeout if the other does not come.
+    """
     mailbox = Mailbox(Region(SharedFile.attach(name).memory), rank, WAIT_SECONDS)
     mailbox.meet(MEETING_SECONDS)
-    return open_way(way, mailbox, device, WAIT_SECONDS)
+    return open_way(way, mailbox, device, WAIT_SECONDS), partial(exchange_bytes, mailbox, b"")

@@ -1,20 +1,22 @@
 """Milliseconds a round and tokens a second, before they are measured: every launch of the ledger at its bytes' time.
 
-    round = sum over kernels of (curve(bytes) / share + gap) + sum over collectives of latency(bytes) + host
+    round = sum over kernels of (curve(bytes) / share + gap) + sum over collectives of latency(bytes) + replay + host
 
 curve is the card's plain read (or its own linears') with the launch in it, share what a kernel family is known to reach of
-it. A round yields lanes * (1 + drafts * acceptance) tokens.
+it. Where a model's own launches were measured alone, theirs are taken, and gap is what a few layers in a row took beyond
+their sum. A round yields lanes * (1 + drafts * acceptance) tokens.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 from ..checkpoint.errors import InputError
-from .cards import Card
+from .cards import MEASURED, Card
+from .launch_file import is_within
 from .ledger import FAMILIES, Launch, Ledger
 
 CODE, CHINESE = 0.77, 0.46  # acceptance of three drafts, as published for the 27B
-HOST, GAPS = "host", "gaps"
+HOST, GAPS, REPLAY = "host", "gaps", "replay"
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,20 @@ def forecast(ledger: Ledger, card: Card, setting: Setting) -> Forecast:
         if mine:
             moved = sum(launch.moved + launch.message for launch in mine)
             families[family] = len(mine), moved, sum(_seconds(launch, card, setting) for launch in mine)
-    if card.gap_us:
-        kernels = sum(count for family, (count, _, _) in families.items() if family != "collective")
-        families[GAPS] = 0, 0.0, kernels * card.gap_us * 1e-6
+    if gap := card.gap(ledger.label, ledger.tp):
+        families[GAPS] = 0, 0.0, gap * sum(_is_apart(launch, card, setting) for launch in ledger.launches)
+    if card.replay:
+        families[REPLAY] = 0, 0.0, card.replay
     if setting.host_us:
         families[HOST] = 0, 0.0, setting.host_us * 1e-6
     return Forecast(card, ledger, setting, families)
+
+
+def _is_apart(launch: Launch, card: Card, setting: Setting) -> bool:
+    """Whether a gap comes with it. One of a card file is known between kernels, a measured one between calls."""
+    if launch.family == "collective":
+        return setting.link == MEASURED
+    return not is_within(launch, card.exact)
 
 
 def _seconds(launch: Launch, card: Card, setting: Setting) -> float:
@@ -91,7 +101,7 @@ def at_mean_size(ledger: Ledger) -> Ledger:
     return replace(
         ledger,
         launches=tuple(
-            replace(launch, weights=mean) if launch.family in ("linear", "head") else launch
+            replace(launch, weights=mean, form="") if launch.family in ("linear", "head") else launch
             for launch in ledger.launches
         ),
     )

@@ -115,9 +115,19 @@ def read_report(path: Path) -> Report:
     if len(content) > MOST_BYTES:
         raise InputError(f"{path}: larger than {MOST_BYTES >> 20} MB; a report of `duovolt selftest` is small.")
     try:
-        return msgspec.json.decode(content, type=Report)
+        report = msgspec.json.decode(content, type=Report)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(f"{path}: not a report of `duovolt selftest`: {one_line(error)}.") from None
+    if _holds_too_large(msgspec.to_builtins(report)):
+        raise InputError(f"{path}: not a report of `duovolt selftest`: a whole number of more than 64 bits.")
+    return report
+
+
+def _holds_too_large(found: object) -> bool:
+    """A whole number that no float could be made of."""
+    if isinstance(found, dict | list | tuple):
+        return any(map(_holds_too_large, found.values() if isinstance(found, dict) else found))
+    return isinstance(found, int) and abs(found) >= 1 << 64
 
 
 def without_places(text: str) -> str:

@@ -1,6 +1,7 @@
 """What `bench serve` leaves: a file of JSON lines, a head that says what was measured, then one line an answer."""
 
 import datetime
+import os
 import secrets
 from pathlib import Path
 from typing import Any, Literal
@@ -124,8 +125,7 @@ class Journal:
         self._file = None
         if path is not None:
             if resumed:
-                kept = path.read_bytes()
-                path.write_bytes(kept[: kept.rfind(b"\n") + 1])
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
             self._file = path.open("ab")
             if not resumed:
                 self._write(head)

@@ -74,7 +74,9 @@ class Endpoint:
 
     def __init__(self, url: str, key: str | None, silence_seconds: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        headers = {"Accept-Encoding": "identity"}  # pieces are read as they come
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         try:
             timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
             self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)

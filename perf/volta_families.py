@@ -76,16 +76,17 @@ UNITS: Mapping[str, Mapping[str, Unit]] = {
         "attention_prefill_int8": _prefill(True),
         "attention_prefill_fp16": _prefill(False),
     },
-    "delta.cu": {"delta_decode": Unit(64, WHOLE, 2 * 16 * HEAD * 4, flight=16 * HEAD * 4)},
+    "delta.cu": {"delta_decode": Unit(128, WHOLE, 2 * 32 * HEAD * 4, flight=32 * HEAD * 4)},
     "delta_chunks.cu": {
         "chunks_prepare": Unit(256, WHOLE, CHUNK * (7 * HEAD * 2 + 2 * HEAD * 2 + CHUNK * 2), shared=PREPARE_BYTES),
         "chunks_scan": Unit(256, PRODUCTS, CHUNK * (3 * HEAD + CHUNK) * 2, shared=scan_shared_bytes(70)),
     },
     "norm.cu": {
-        "rms_norm": Unit(256, WHOLE, 14 * HIDDEN, flight=8 * HIDDEN),
-        "gated_rms_norm": Unit(256, LARGEST, 10 * HEAD, warps=1, flight=8 * 8 * HEAD),
+        "rms_norm": Unit(320, WHOLE, 14 * HIDDEN, flight=8 * HIDDEN),
+        "gated_rms_norm": Unit(128, WHOLE, 4 * 10 * HEAD, flight=4 * 8 * HEAD),
+        "gated_rms_norm_many": Unit(128, WHOLE, 12 * 10 * HEAD, flight=12 * 8 * HEAD),
         "output_gate": Unit(256, LARGEST, 10 * 4 * 32, warps=1, flight=8 * 8 * 4 * 32),
-        "embed_bf16": Unit(256, LARGEST, 6 * 4 * 32, warps=1, flight=8 * 2 * 4 * 32),
+        "embed_bf16": Unit(256, WHOLE, 5 * 256 * 4 * 6, flight=5 * 256 * 4 * 2),
     },
     "rope.cu": {
         "qkv_rope_int8": Unit(128, LARGEST, 6 * DIM, warps=1, flight=4 * 4 * DIM),

@@ -43,17 +43,19 @@ class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ImageInput(Struct, frozen=True, forbid_unknown_fields=True):
-    """A picture of a prompt, the same bytes for every rank.
+    """A picture of a prompt, or the frames of a video that become one picture's tokens; the same bytes for every rank.
 
     start          index in the prompt of the first of its tokens
     height, width  in pixels; whole tokens both ways
-    pixels         uint8 RGB, row by row
+    pixels         uint8 RGB, row by row, frame after frame
+    frames         1: a picture; of a video, as many as a patch spans
     """
 
     start: int
     height: int
     width: int
     pixels: bytes
+    frames: int = 1
 
 
 class GenerateRequest(Struct, tag="generate", forbid_unknown_fields=True):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from ..checkpoint import container
 from ..checkpoint.container import ITEMSIZE, TensorEntry
@@ -60,19 +59,24 @@ def grid_of(layout: str, dtype: str, canonical_shape: tuple[int, ...]) -> Grid:
 
 
 class BandReader:
-    """Reads a stored tensor once, in order, as bands of whole grid rows, and digests what it reads.
+    """Reads a stored tensor once, in order, as bands of whole grid rows.
 
-    `room` gives a buffer of so many bytes, whose last content nobody needs any more.
+    `room` gives a buffer of so many bytes, whose last content nobody needs any more. `seen` is called with each band's
+    bytes before the band is handed out; it may leave its work to another thread, so that the disk never waits for it.
     """
 
     def __init__(
-        self, entry: TensorEntry, layout: str, canonical_shape: tuple[int, ...], room: Callable[[int], np.ndarray]
+        self,
+        entry: TensorEntry,
+        layout: str,
+        canonical_shape: tuple[int, ...],
+        room: Callable[[int], np.ndarray],
+        seen: Callable[[np.ndarray], None],
     ) -> None:
-        self.entry, self.room = entry, room
+        self.entry, self.room, self.seen = entry, room, seen
         self.tile = layout_named(layout)
         self.grid = grid_of(layout, entry.dtype, canonical_shape)
         self.canonical_grid = grid_of("canonical", entry.dtype, canonical_shape)
-        self._digest = xxhash.xxh3_128()
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
         """(first grid row, cells uint8 [rows, columns, cell bytes])."""
@@ -83,7 +87,7 @@ class BandReader:
                 count = min(rows_a_band, rows - first)
                 raw = self.room(count * row_bytes)
                 file.read_into(raw)
-                self._digest.update(raw.data)
+                self.seen(raw)
                 yield first, raw.reshape(count, self.grid.cells[1], self.grid.cell_bytes)
 
     def canonical(self, first: int, band: np.ndarray) -> tuple[int, np.ndarray]:
@@ -92,7 +96,3 @@ class BandReader:
             return first, band
         rows = self.tile.invert(band.reshape(len(band), self.grid.cells[1], ROWS, -1))
         return first * ROWS, rows.reshape(len(rows), *self.canonical_grid.cells[1:], self.canonical_grid.cell_bytes)
-
-    def digest(self) -> str:
-        """xxh3-128 of everything read so far."""
-        return self._digest.hexdigest()

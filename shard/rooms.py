@@ -7,7 +7,7 @@ import numpy as np
 
 from ..checkpoint.stream import page_aligned
 
-ROOMS = 3  # one being read, one being written, one between them
+ROOMS = 4  # one being read, the others checked and written
 
 
 class Rooms:

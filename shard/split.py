@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from ..checkpoint.directory import INDEX, MANIFEST, Checkpoint
 from ..checkpoint.errors import CheckFailed, InputError
@@ -20,7 +21,7 @@ from ..checkpoint.files import file_metadata, plan_files
 from ..checkpoint.manifest import Manifest, SplitRecord, TensorRecord, Whole, has_manifest, read_manifest
 from ..checkpoint.reopen import Sound, reopen
 from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, require_space
-from ..checkpoint.writer import Planned, ShardWriter
+from ..checkpoint.writer import Planned, ShardWriter, noted_digests
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
 from .grid import BandReader, Grid
@@ -78,9 +79,8 @@ class _Rank:
 
     def resume(self, name: str, tensors: list[Planned]) -> bool:
         """True if an earlier run finished this file of shards and it still hashes the same."""
-        note = self.stage.resume(name)
-        digests = note.get("digests") if note is not None else None
-        if not isinstance(digests, dict) or set(digests) != {tensor.name for tensor in tensors}:
+        digests = noted_digests(self.stage.resume(name), tensors)
+        if digests is None:
             return False
         self.digests |= digests
         return True
@@ -117,7 +117,7 @@ class _Splitter:
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, tp: int, advance: Advance) -> None:
         self.checkpoint, self.manifest, self.tp, self.advance = checkpoint, manifest, tp, advance
 
-    def cut(self, name: str, takers: list[_Taker], rooms: Rooms) -> None:
+    def cut(self, name: str, takers: list[_Taker], rooms: Rooms, digesting: ThreadPoolExecutor) -> None:
         """Stream one converted tensor to every writer. Raises CheckFailed if it is not what its digest says."""
         entry, record = self.checkpoint.tensors[name], self.manifest.tensors[name]
         if any(taker.writer.is_resumed for taker in takers):
@@ -126,7 +126,14 @@ class _Splitter:
             if not takers:
                 self.advance(entry.nbytes)
                 return
-        reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms.next)
+        digest = xxhash.xxh3_128()
+        digested: list[Future[None]] = []
+
+        def take_digest(raw: np.ndarray) -> None:
+            digested[:] = [digesting.submit(digest.update, raw.data)]  # the last one ends last
+            rooms.hold(digested)
+
+        reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms.next, take_digest)
         whole = [taker for taker in takers if taker.parts[name].layout == record.layout]
         undone = [taker for taker in takers if taker.parts[name].layout != record.layout]
         for first, band in reader:
@@ -135,14 +142,17 @@ class _Splitter:
                 at, cells = reader.canonical(first, band)
                 rooms.hold(taker.submit(name, reader.canonical_grid, at, cells) for taker in undone)
             self.advance(band.nbytes)
-        if reader.digest() != record.digest:
+        for last in digested:
+            last.result()
+        if digest.hexdigest() != record.digest:
             raise CheckFailed(
-                f"{entry.path}: tensor {name!r} has digest {reader.digest()}, the manifest says {record.digest}: the "
+                f"{entry.path}: tensor {name!r} has digest {digest.hexdigest()}, the manifest says {record.digest}: the "
                 "converted directory is damaged. Convert again; no file made from it was kept."
             )
 
     def write_file(self, name: str, tensors: list[Planned], ranks: list[_Rank]) -> None:
-        """Write one file of the plan in each of `ranks`: this thread reads, one a rank cuts, digests and writes."""
+        """Write one file of the plan in each of `ranks`: this thread reads and does nothing else, so that the disk is
+        always at work; one checks what was read, and one a rank cuts, digests and writes."""
         with ExitStack() as open_files:
             writers = [
                 ShardWriter(
@@ -159,9 +169,10 @@ class _Splitter:
                     _Taker(rank.parts, writer, threads.enter_context(ThreadPoolExecutor(1)))
                     for rank, writer in zip(ranks, writers, strict=True)
                 ]
+                digesting = threads.enter_context(ThreadPoolExecutor(1))
                 rooms = Rooms()
                 for tensor in tensors:
-                    self.cut(tensor.name, takers, rooms)
+                    self.cut(tensor.name, takers, rooms, digesting)
                 rooms.drain()
             records = [writer.close() for writer in writers]
         for rank, writer, record in zip(ranks, writers, records, strict=True):

@@ -34,9 +34,9 @@ def prove_draft_head(view: StageView, reader: CanonicalReader, report: Report) -
             return
         for part, name in draft.items():
             _compare(manifest.tensors, part, name, head[part], ids, config.text.vocab_size, reader, view, proof)
+        proof.detail = f"{len(ids)} of {config.text.vocab_size} rows, each word the head's"
     except (*UNREADABLE, LookupError) as error:
         proof.fail(f"cannot be compared: {error}", tensor=DRAFT_HEAD, file=view.file(DRAFT_HEAD))
-    proof.detail = f"{len(ids)} of {config.text.vocab_size} rows, each word the head's"
 
 
 def _judge_ids(ids: np.ndarray, view: StageView, vocabulary: int, proof: Proof) -> None:

@@ -1,6 +1,7 @@
 """Decoding one logical weight of a converted or rank directory to float32, whatever its encoding and layout."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from .. import layouts
 from ..directory import Checkpoint
 from ..errors import CheckFailed, InputError
 from ..manifest import Manifest, TensorRecord
-from . import INDEX_ENCODINGS, PLAIN_ENCODINGS, fp8, nvfp4, plain, tile_of, tile_ranges, words_of
+from . import INDEX_ENCODINGS, PLAIN_ENCODINGS, encoding_parts, fp8, nvfp4, plain, tile_of, tile_ranges, words_of
 
 
 def weights_of(manifest: Manifest) -> dict[str, dict[str, str]]:
@@ -80,21 +81,43 @@ def _scale(parts: Mapping[str, tuple[str, np.ndarray]], part: str) -> np.ndarray
 def tile_here(encoding: str, words: TensorRecord) -> tuple[int, int] | None:
     """Rows and columns that a stored tile scale covers in the directory that `words` is recorded in; None: no tiles.
 
-    In a rank it is finer than the encoding says where a cut falls inside a tile.
+    In a rank it is finer than the encoding says where a cut falls inside a tile. Raises InputError for a record of a cut
+    that makes no sense.
     """
     tile = tile_of(encoding)
     split = words.split
     if tile is None or split is None or split.axis is None:
         return tile
+    if split.axis not in (0, 1):
+        raise InputError(f"a matrix cannot be cut along axis {split.axis}.")
     shape = stored_extent(split.whole.shape, split.whole.layout)
     refined, _ = tile_ranges(tile[split.axis], shape[split.axis], split.ranges)
     return (refined, tile[1]) if split.axis == 0 else (tile[0], refined)
 
 
 def stored_extent(shape: list[int], layout: str) -> tuple[int, ...]:
-    """Canonical shape of FP8 words that are stored as `shape` in `layout`."""
+    """Canonical shape of FP8 words that are stored as `shape` in `layout`. Raises InputError where none are."""
     tile = layouts.layout_named(layout)
+    if len(shape) != (2 if tile is None else 4):
+        raise InputError(f"a matrix cannot be stored as {shape} in {layout}.")
     return tuple(shape) if tile is None else (shape[0] * shape[2], shape[1] * tile.bytes_per_group)
+
+
+def _check_shapes(
+    weight: str, encoding: str, shapes: Mapping[str, tuple[int, ...]], tile: tuple[int, int] | None
+) -> None:
+    """Raises InputError if a weight's scales are not those of its words. `tile`: as in `decode_parts`."""
+    described = {part.name: part for part in encoding_parts(encoding) or ()}
+    if not described or "words" not in shapes:
+        return
+    rows, columns = (n * (unit or 1) for n, unit in zip(shapes["words"], described["words"].unit, strict=True))
+    for name, part in described.items():
+        wanted = (replace(part, unit=tile) if tile is not None and part.ragged else part).shape(rows, columns)
+        if shapes.get(name, wanted) != wanted:
+            raise InputError(
+                f"weight {weight!r} ({encoding}): its {name} is {list(shapes[name])}, {list(wanted)} belongs to words of "
+                f"[{rows}, {columns}]. Make this directory again."
+            )
 
 
 def read_weight(checkpoint: Checkpoint, manifest: Manifest, weight: str) -> np.ndarray:
@@ -112,4 +135,5 @@ def read_weight(checkpoint: Checkpoint, manifest: Manifest, weight: str) -> np.n
     parts = {part: (record.dtype, canonical(checkpoint, names[part], record)) for part, record in records.items()}
     encoding = encodings.pop()
     tile = tile_here(encoding, records["words"]) if "words" in records else None
+    _check_shapes(weight, encoding, {part: words.shape for part, (_, words) in parts.items()}, tile)
     return decode_parts(weight, encoding, parts, tile=tile)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ...checkpoint import cache
 from ...checkpoint.encodings import fp8, nvfp4
 from ...checkpoint.errors import EnvironmentFault
 
@@ -36,19 +37,18 @@ class Loops:
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/duovolt/loops`; a relative value is ignored, as the base directory specification asks."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "duovolt" / "loops"
+    """Where compiled loops are kept. Raises EnvironmentFault as `checkpoint.cache` does."""
+    return cache.cache_directory("loops")
 
 
 def _place_for_code() -> str:
     """`cache_directory` if it can be written, else one of this process alone."""
-    place = cache_directory()
     try:
+        place = cache_directory()
         place.mkdir(parents=True, exist_ok=True)
         if os.access(place, os.W_OK | os.X_OK):
             return str(place)
-    except OSError:
+    except (OSError, EnvironmentFault):
         pass
     alone = tempfile.mkdtemp(prefix="duovolt-loops-")
     atexit.register(shutil.rmtree, alone, ignore_errors=True)

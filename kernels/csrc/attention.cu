@@ -33,6 +33,7 @@ __device__ void attend(const unsigned short *query, const void *keys, const unsi
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int kv_heads = gridDim.x, kv_head = blockIdx.x, group = q_heads / kv_heads;
+    take_over();
     const int sequence = blockIdx.y / passes, first_token = blockIdx.y % passes * pass_tokens;
     const int max_segments = gridDim.z, segment = max_segments - 1 - blockIdx.z; // the last ones are the longest
     const int tokens = min(read(counts + sequence) - first_token, pass_tokens);
@@ -213,6 +214,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     __shared__ float factors[kMaxSegments];
     __shared__ float scratch[kMergeThreads / 32];
     __shared__ float parts[kMergeWays][kMergeColumns + 4];
+    take_over();
     const int q_heads = gridDim.y, head = blockIdx.y, row = blockIdx.z;
     const int position = read(positions + row);
     if (position < 0) {

@@ -47,19 +47,32 @@ __device__ __forceinline__ unsigned staged_pair(float low, float high, int &over
     return half_pair(staged(low, overflows), staged(high, overflows));
 }
 
-// Adds a block's overflows to its row's count. One block owns a row, so no atomics.
-__device__ __forceinline__ void count_overflows(int overflows, int *count, float *scratch) {
-    if (!count) {
-        return;
+__device__ __forceinline__ float4 staged(float4 v, int &overflows) {
+    return {staged(v.x, overflows), staged(v.y, overflows), staged(v.z, overflows), staged(v.w, overflows)};
+}
+
+__device__ __forceinline__ float largest_of(float4 v) { // passes over NaN
+    return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+
+// Four of them to fp16: looked at one by one only if one overflows.
+__device__ __forceinline__ uint2 staged_four(float4 v, int &overflows) {
+    if (largest_of(v) > kLargestHalf) {
+        v = staged(v, overflows);
     }
-    const float total = block_sum(static_cast<float>(overflows), scratch);
-    if (threadIdx.x == 0 && total > 0) {
-        write(count, read(count) + static_cast<int>(total));
+    return {half_pair(v.x, v.y), half_pair(v.z, v.w)};
+}
+
+// Adds a thread's overflows to its row's count: seldom any.
+__device__ __forceinline__ void count_overflows(int overflows, int *count) {
+    if (count && overflows > 0) {
+        add(count, overflows);
     }
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+// Divisions and roots to a relative error of 1e-7, without the branches of the exact ones: several go side by side.
+__device__ __forceinline__ float sigmoid(float x) { return fast_inverse(1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 __device__ __forceinline__ float softplus(float x) { return log1pf(expf(-fabsf(x))) + fmaxf(x, 0.0f); }
 
 __device__ __forceinline__ float4 scaled(float4 v, float factor) {

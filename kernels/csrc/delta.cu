@@ -8,62 +8,95 @@
 #include "delta.cuh"
 
 constexpr int kSteps = 2 * kMaxTokens; // accepted tokens of the last round, then those of this one
-constexpr int kTogether = 4;     // steps normalised side by side
-constexpr int kLanesRow = 8;     // lanes that share a row of the state
+constexpr int kLanesRow = 8;           // lanes that share a row of the state
 constexpr int kRowQuads = kQuads / kLanesRow; // float4 of a row that a lane holds
-constexpr int kRowsLane = 2;     // rows that a lane holds parts of
-constexpr int kWarps = 2;        // the first convolves the query, the second the key
-constexpr int kThreads = 32 * kWarps;
-constexpr int kBlockRows = kThreads / kLanesRow * kRowsLane;
+constexpr int kWarps = 4;              // of a block in decoding: each prepares a token at a time
+constexpr int kRowsLane = 2;           // rows that a lane holds parts of
+constexpr int kBlockRows = 32 * kWarps / kLanesRow * kRowsLane;
+#if __CUDA_ARCH__ >= 900
+constexpr bool kOverlaps = true; // what the last round left is dealt with while the launch before still runs
+#else
+constexpr bool kOverlaps = false;
+#endif
 
-__device__ __forceinline__ float row_sum(float4 v) {
-    float value = (v.x + v.y) + (v.z + v.w);
+// Sums over the lanes that share a row, of several values side by side.
+template <int kCount> __device__ __forceinline__ void row_sums(float (&values)[kCount]) {
 #pragma unroll
     for (int step = 1; step < kLanesRow; step *= 2) {
-        value += __shfl_xor_sync(kAll, value, step);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] += __shfl_xor_sync(kAll, values[i], step);
+        }
     }
-    return value;
 }
 
 __device__ __forceinline__ void add_product(float4 &sum, float4 a, float4 b) {
     sum = {sum.x + a.x * b.x, sum.y + a.y * b.y, sum.z + a.z * b.z, sum.w + a.w * b.w};
 }
 
-// One token: the rows of the state that this thread holds parts of, moved; their outputs, known to all lanes of a row.
-__device__ __forceinline__ float2 advance(float4 (&s)[kRowsLane][kRowQuads], const float4 *key, const float4 *query,
-                                          const float *value, float growth, float beta, int part) {
-    float4 k[kRowQuads], q[kRowQuads];
+// A lane's part of a key or query.
+__device__ __forceinline__ void take_part(float4 (&own)[kRowQuads], const float4 *vector, int part) {
 #pragma unroll
     for (int i = 0; i < kRowQuads; ++i) {
-        k[i] = key[i * kLanesRow + part];
-        q[i] = query[i * kLanesRow + part];
+        own[i] = vector[i * kLanesRow + part];
     }
-    float results[kRowsLane];
+}
+
+// This lane's part of the rows times a vector.
+__device__ __forceinline__ float part_of_product(const float4 (&row)[kRowQuads], const float4 (&vector)[kRowQuads]) {
+    float4 sum = {};
+#pragma unroll
+    for (int i = 0; i < kRowQuads; ++i) {
+        add_product(sum, row[i], vector[i]);
+    }
+    return (sum.x + sum.y) + (sum.z + sum.w);
+}
+
+// One token's key and value into the rows that this thread holds parts of. `also`: parts of other products, whose sums go
+// along with those that this needs: their waits overlap.
+__device__ __forceinline__ void absorb(float4 (&s)[kRowsLane][kRowQuads], const float4 (&key)[kRowQuads],
+                                       const float *value, float growth, float beta, float (&also)[kRowsLane]) {
+    float sums[2 * kRowsLane];
 #pragma unroll
     for (int r = 0; r < kRowsLane; ++r) {
-        float4 known = {}, answer = {};
 #pragma unroll
         for (int i = 0; i < kRowQuads; ++i) {
             s[r][i] = scaled(s[r][i], growth);
-            add_product(known, s[r][i], k[i]);
         }
-        const float update = beta * (value[r] - row_sum(known));
+        sums[r] = part_of_product(s[r], key);
+        sums[kRowsLane + r] = also[r];
+    }
+    row_sums(sums);
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+        const float update = beta * (value[r] - sums[r]);
 #pragma unroll
         for (int i = 0; i < kRowQuads; ++i) {
-            add_product(s[r][i], {update, update, update, update}, k[i]);
-            add_product(answer, s[r][i], q[i]);
+            add_product(s[r][i], {update, update, update, update}, key[i]);
         }
-        results[r] = row_sum(answer);
+        also[r] = sums[kRowsLane + r];
     }
-    return {results[0], results[1]};
+}
+
+// Entry `index` of a table that a warp has read side by side with what told it the index: one wait in place of two.
+__device__ __forceinline__ int entry(const int *table, int own, int index) {
+    return index < 32 ? __shfl_sync(kAll, own, max(index, 0)) : read(table + index);
+}
+
+// Four channels next to one another, after the convolution: taps[j] are those of channel j.
+__device__ __forceinline__ float4 convolved_four(const float4 (&in)[4], const float4 (&taps)[4]) {
+    return {convolved(in[0].x, in[1].x, in[2].x, in[3].x, taps[0]),
+            convolved(in[0].y, in[1].y, in[2].y, in[3].y, taps[1]),
+            convolved(in[0].z, in[1].z, in[2].z, in[3].z, taps[2]),
+            convolved(in[0].w, in[1].w, in[2].w, in[3].w, taps[3])};
 }
 
 // x: FP32 [T, ...], rows x_stride apart: channels (q, k, v) at x, the gates' a at x_a and b at x_b. weight: FP32
-// [channels, 4]. rows: FP32 [2, all_lanes, kRowsKept, channels + 2 value_heads]: history, then the last round's inputs,
-// a and b; half turns[lane] is read, the other written. state: FP32 [all_lanes, value_heads, 128 (value), 128 (key)].
+// [channels, 4]. rows: FP32 [2, all_lanes, kRowsKept, width]: history, then the last round's inputs, a and b;
+// half turns[lane] is read, the other written. state: FP32 [all_lanes, value_heads, 128 (value), 128 (key)].
 // lanes: [sequences], -1: none; counts, firsts: [sequences]; accepted, turns: [all_lanes]. A count of 0 only moves a
 // lane. out: FP32 [T, value_heads, 128]. Grid: (128 / kBlockRows, value_heads, sequences).
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
     delta_decode(const float *x, const float *x_a, const float *x_b, int x_stride, const float *weight,
                  const float *a_log, const float *dt_bias, float *rows, float *state, int all_lanes, const int *lanes,
                  const int *accepted, const int *turns, const int *counts, const int *firsts, float *out,
@@ -71,21 +104,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __shared__ float4 queries[kSteps][kQuads], keys[kSteps][kQuads];
     __shared__ float values[kSteps][kBlockRows], decay[kSteps], strength[kSteps];
     const int head = blockIdx.y, value_heads = gridDim.y, sequence = blockIdx.z;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanesRow;
+    const int own_accepted = lane < all_lanes ? read(accepted + lane) : 0;
+    const int own_turn = lane < all_lanes ? read(turns + lane) : 0;
     const int lane_index = read(lanes + sequence);
     const int tokens = min(max(read(counts + sequence), 0), kMaxTokens);
     const int first = read(firsts + sequence);
     if (lane_index < 0) {
+        take_over();
         return;
     }
-    const int before = min(max(read(accepted + lane_index), 0), kMaxTokens), steps = before + tokens;
-    const int turn = read(turns + lane_index) & 1;
-    const int channels = (2 * key_heads + value_heads) * kHead, width = channels + 2 * value_heads;
-    const int ratio = value_heads / key_heads, key_head = head / ratio;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanesRow;
+    const int before = min(max(entry(accepted, own_accepted, lane_index), 0), kMaxTokens), steps = before + tokens;
+    const int turn = entry(turns, own_turn, lane_index) & 1;
     const int own_row = threadIdx.x / kLanesRow * kRowsLane, block_row = blockIdx.x * kBlockRows;
-    const size_t half = static_cast<size_t>(kRowsKept) * width;
-    const float *old_rows = rows + (static_cast<size_t>(turn) * all_lanes + lane_index) * half;
-    float *new_rows = rows + (static_cast<size_t>(1 - turn) * all_lanes + lane_index) * half;
 
     float4 *place = reinterpret_cast<float4 *>(state) +
                     ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_row + own_row) * kQuads + part;
@@ -98,130 +129,137 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
     }
 
-    // Row i of the convolution's input: history, accepted tokens, new tokens.
-    const auto input = [&](int i) -> const float * {
-        return i < kKept + before ? old_rows + static_cast<size_t>(i) * width
-                                  : x + static_cast<size_t>(first + i - kKept - before) * x_stride;
-    };
-    { // values: a thread has one channel and every fourth step
-        constexpr int kEvery = kThreads / kBlockRows, kOwn = (kKept + kSteps + kEvery - 1) / kEvery;
-        const int row = threadIdx.x % kBlockRows, channel = (2 * key_heads + head) * kHead + block_row + row;
-        const float4 taps = read(reinterpret_cast<const float4 *>(weight) + channel);
-        float in[kOwn][4];
+    const int channels = (2 * key_heads + value_heads) * kHead, width = row_width(channels, value_heads);
+    const int ratio = value_heads / key_heads;
+    const bool keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read these queries and keys
+    const int query_channel = head / ratio * kHead + 4 * lane, key_channel = query_channel + key_heads * kHead;
+    const int value_channel = (2 * key_heads + head) * kHead + block_row + lane;
+    const size_t half = static_cast<size_t>(kRowsKept) * width;
+    const float *old_rows = rows + (static_cast<size_t>(turn) * all_lanes + lane_index) * half;
+    float *new_rows = rows + (static_cast<size_t>(1 - turn) * all_lanes + lane_index) * half;
+    float4 query_taps[4], key_taps[4];
+    const float4 *all_taps = reinterpret_cast<const float4 *>(weight);
 #pragma unroll
-        for (int n = 0; n < kOwn; ++n) {
+    for (int i = 0; i < 4; ++i) {
+        query_taps[i] = read(all_taps + query_channel + i);
+        key_taps[i] = read(all_taps + key_channel + i);
+    }
+    const float4 value_taps = read(all_taps + value_channel);
+    const float rate = -expf(read(a_log + head)), bias = read(dt_bias + head);
+
+    const auto four = [](const float *from) { return read(reinterpret_cast<const float4 *>(from)); };
+    const auto keep_row = [&](int row, float4 query, float4 key, float value) {
+        float *to = new_rows + static_cast<size_t>(row) * width;
+        if (keeps) {
+            write(reinterpret_cast<float4 *>(to + query_channel), query);
+            write(reinterpret_cast<float4 *>(to + key_channel), key);
+        }
+        write(to + value_channel, value);
+    };
+    if (warp < kKept) { // the last inputs before this round's tokens
+        const float *from = old_rows + static_cast<size_t>(before + warp) * width;
+        keep_row(warp, four(from + query_channel), four(from + key_channel), read(from + value_channel));
+    }
+
+    // First what the last round has left, then this round's tokens; both at once where launches do not overlap.
+    int begin = 0;
+    float4 key[kRowQuads];
+#pragma unroll 1
+    do {
+        const int end = kOverlaps && begin < before ? before : steps;
+        if (end == steps) { // once: after the last round's tokens there are this one's, or none
+            await_previous();
+        }
+#pragma unroll 1
+        for (int step = begin + warp; step < end; step += kWarps) {
+            const int token = step - before;
+            float4 in_query[4], in_key[4];
+            float in_value[4];
 #pragma unroll
             for (int tap = 0; tap < 4; ++tap) {
-                const int i = n * kEvery + threadIdx.x / kBlockRows - 3 + tap;
-                in[n][tap] = i >= 0 && i < kKept + steps ? read(input(i) + channel) : 0.0f;
+                const int i = step + tap; // history, accepted tokens, new tokens
+                const float *from = i < kKept + before
+                                        ? old_rows + static_cast<size_t>(i) * width
+                                        : x + static_cast<size_t>(first + i - kKept - before) * x_stride;
+                in_key[tap] = four(from + key_channel);
+                in_value[tap] = read(from + value_channel);
+                in_query[tap] = token < 0 ? float4{} : four(from + query_channel); // whose answer is known
             }
-        }
-#pragma unroll
-        for (int n = 0; n < kOwn; ++n) {
-            const int i = n * kEvery + threadIdx.x / kBlockRows;
-            if (i >= kKept && i < kKept + steps) {
-                values[i - kKept][row] = convolved(in[n][0], in[n][1], in[n][2], in[n][3], taps);
+            const float *kept = old_rows + static_cast<size_t>(kKept + step) * width + channels + head;
+            const size_t row = static_cast<size_t>(first + token) * x_stride + head;
+            const float a = token < 0 ? read(kept) : read(x_a + row);
+            const float b = token < 0 ? read(kept + value_heads) : read(x_b + row);
+            const float growth = expf(rate * softplus(a + bias)), beta = sigmoid(b);
+            const float4 q = convolved_four(in_query, query_taps), k = convolved_four(in_key, key_taps);
+            queries[step][lane] = scaled(q, kQueryScale * fast_inverse_root(warp_sum(dot(q, q)) + eps));
+            keys[step][lane] = scaled(k, fast_inverse_root(warp_sum(dot(k, k)) + eps));
+            values[step][lane] = convolved(in_value[0], in_value[1], in_value[2], in_value[3], value_taps);
+            if (lane == 0) {
+                decay[step] = growth;
+                strength[step] = beta;
             }
-            if (i >= before && i < kKept + steps) {
-                write(new_rows + static_cast<size_t>(i - before) * width + channel, in[n][3]);
-            }
-        }
-    }
-    { // queries and keys, normalised
-        const int channel = (warp * key_heads + key_head) * kHead + lane; // and those 32, 64, 96 further on
-        const bool keeps = blockIdx.x == 0 && head % ratio == 0; // one of the blocks that read these channels
-        float4 in[kKept + kSteps], taps[4];
-#pragma unroll
-        for (int i = 0; i < kKept + kSteps; ++i) {
-            in[i] = {};
-            if (i < kKept + steps) {
-                const float *from = input(i) + channel;
-                in[i] = {read(from), read(from + 32), read(from + 64), read(from + 96)};
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            taps[i] = read(reinterpret_cast<const float4 *>(weight) + channel + 32 * i);
-        }
-#pragma unroll
-        for (int i = 0; i < kKept + kSteps; ++i) {
-            if (keeps && i >= before && i < kKept + steps) {
-                float *to = new_rows + static_cast<size_t>(i - before) * width + channel;
-                write(to, in[i].x);
-                write(to + 32, in[i].y);
-                write(to + 64, in[i].z);
-                write(to + 96, in[i].w);
-            }
-        }
-        const float factor = warp == 0 ? kQueryScale : 1.0f;
-        float *to = reinterpret_cast<float *>(warp == 0 ? queries : keys) + lane;
-        // Four steps at a time without a branch between them, so that their chains of exchanges overlap.
-#pragma unroll
-        for (int group = 0; group < kSteps; group += kTogether) {
-            if (group < steps) {
-                float4 y[kTogether];
-                float squares[kTogether];
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const float4 *w = in + group + i;
-                    y[i] = {convolved(w[0].x, w[1].x, w[2].x, w[3].x, taps[0]),
-                            convolved(w[0].y, w[1].y, w[2].y, w[3].y, taps[1]),
-                            convolved(w[0].z, w[1].z, w[2].z, w[3].z, taps[2]),
-                            convolved(w[0].w, w[1].w, w[2].w, w[3].w, taps[3])};
-                    squares[i] = warp_sum(dot(y[i], y[i]));
-                }
-#pragma unroll
-                for (int i = 0; i < kTogether; ++i) {
-                    const float4 unit = scaled(y[i], factor / sqrtf(squares[i] + eps));
-                    to[(group + i) * kHead] = unit.x;
-                    to[(group + i) * kHead + 32] = unit.y;
-                    to[(group + i) * kHead + 64] = unit.z;
-                    to[(group + i) * kHead + 96] = unit.w;
+            if (token >= 0) {
+                keep_row(kKept + token, in_query[3], in_key[3], in_value[3]);
+                if (lane == 0 && blockIdx.x == 0) {
+                    float *to = new_rows + static_cast<size_t>(kKept + token) * width + channels + head;
+                    write(to, a);
+                    write(to + value_heads, b);
                 }
             }
         }
-    }
-    if (threadIdx.x < steps) {
-        const int step = threadIdx.x, token = step - before;
-        const float *kept = old_rows + static_cast<size_t>(kKept + step) * width + channels + head;
-        const size_t row = static_cast<size_t>(first + token) * x_stride + head;
-        const float a = token < 0 ? read(kept) : read(x_a + row);
-        const float b = token < 0 ? read(kept + value_heads) : read(x_b + row);
-        decay[step] = expf(-expf(read(a_log + head)) * softplus(a + read(dt_bias + head)));
-        strength[step] = sigmoid(b);
-        if (token >= 0 && blockIdx.x == 0) {
-            float *to = new_rows + static_cast<size_t>(kKept + token) * width + channels + head;
-            write(to, a);
-            write(to + value_heads, b);
-        }
-    }
-    __syncthreads();
+        __syncthreads();
 
-    const auto keep = [&] {
+        int step = begin;
+        float growth, answers[kRowsLane] = {};
+        const auto fetch = [&](int next) {
+            next = min(next, end - 1);
+            take_part(key, keys[next], part);
+            growth = decay[next];
+        };
+        fetch(step);
+        if (begin < before) {
+#pragma unroll 1
+            for (; step < before; ++step) {
+                absorb(s, key, &values[step][own_row], growth, strength[step], answers);
+                fetch(step + 1);
+            }
 #pragma unroll
-        for (int r = 0; r < kRowsLane; ++r) {
+            for (int r = 0; r < kRowsLane; ++r) { // after the last accepted token; with none it is there already
 #pragma unroll
-            for (int i = 0; i < kRowQuads; ++i) {
-                write(place + r * kQuads + i * kLanesRow, s[r][i]);
+                for (int i = 0; i < kRowQuads; ++i) {
+                    write(place + r * kQuads + i * kLanesRow, s[r][i]);
+                }
             }
         }
-    };
-    for (int step = 0; step < steps; ++step) {
-        if (step == before && before > 0) {
-            keep(); // the state after the last accepted token; with none it is there already
+        // A token's answers are summed together with what the next token needs.
+        float *to = out + (static_cast<size_t>(first) * value_heads + head) * kHead + block_row + own_row;
+        const auto put = [&](int done) {
+            if (part == 0) {
+                write(reinterpret_cast<float2 *>(to + static_cast<size_t>(done - before) * value_heads * kHead),
+                      float2{answers[0], answers[1]});
+            }
+        };
+#pragma unroll 1
+        for (; step < end; ++step) {
+            float4 query[kRowQuads];
+            take_part(query, queries[step], part);
+            absorb(s, key, &values[step][own_row], growth, strength[step], answers);
+            fetch(step + 1);
+            if (step > before) {
+                put(step - 1);
+            }
+#pragma unroll
+            for (int r = 0; r < kRowsLane; ++r) {
+                answers[r] = part_of_product(s[r], query);
+            }
         }
-        const float2 results = advance(s, keys[step], queries[step], &values[step][own_row], decay[step],
-                                       strength[step], part);
-        if (step >= before && part == 0) {
-            const size_t token = first + step - before;
-            float *to = out + (token * value_heads + head) * kHead + block_row + own_row;
-            write(to, results.x);
-            write(to + 1, results.y);
+        if (end > before) {
+            row_sums(answers);
+            put(end - 1);
         }
-    }
-    if (tokens == 0 && before > 0) {
-        keep();
-    }
+        begin = end;
+    } while (begin < steps);
+    admit_next_after_writes(); // it may be of the same layer
 }
 
 constexpr int kRun = 16;      // tokens that a warp convolves one after another
@@ -248,12 +286,12 @@ extern "C" __global__ void __launch_bounds__(32 * kRunWarps)
         }
         return;
     }
-    const int width = channels + 2 * value_heads, channel = head * kHead + lane;
+    const int width = row_width(channels, value_heads), channel = head * kHead + 4 * lane;
     const float *history = rows_of(rows, read(turns + lane_index), all_lanes, lane_index, width);
     const auto input = [&](int token) -> float4 {
         const float *from = (token < 0 ? history + static_cast<size_t>(token + kKept) * width
                                        : x + static_cast<size_t>(token) * x_stride) + channel;
-        return {read(from), read(from + 32), read(from + 64), read(from + 96)};
+        return read(reinterpret_cast<const float4 *>(from));
     };
     if (begin >= end) {
         return;
@@ -261,45 +299,40 @@ extern "C" __global__ void __launch_bounds__(32 * kRunWarps)
     float4 taps[4], in[4] = {input(begin - 3), input(begin - 2), input(begin - 1)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        taps[i] = read(reinterpret_cast<const float4 *>(weight) + channel + 32 * i);
+        taps[i] = read(reinterpret_cast<const float4 *>(weight) + channel + i);
     }
     for (int token = begin; token < end; ++token) {
         in[3] = input(token);
-        float4 y = {convolved(in[0].x, in[1].x, in[2].x, in[3].x, taps[0]),
-                    convolved(in[0].y, in[1].y, in[2].y, in[3].y, taps[1]),
-                    convolved(in[0].z, in[1].z, in[2].z, in[3].z, taps[2]),
-                    convolved(in[0].w, in[1].w, in[2].w, in[3].w, taps[3])};
+        float4 y = convolved_four(in, taps);
         if (head < 2 * key_heads) {
             const float factor = head < key_heads ? kQueryScale : 1.0f;
-            y = scaled(y, factor / sqrtf(warp_sum(dot(y, y)) + eps));
+            y = scaled(y, factor * fast_inverse_root(warp_sum(dot(y, y)) + eps));
         }
-        float *to = convolved_out + static_cast<size_t>(token) * channels + channel;
-        write(to, y.x);
-        write(to + 32, y.y);
-        write(to + 64, y.z);
-        write(to + 96, y.w);
+        write(reinterpret_cast<float4 *>(convolved_out + static_cast<size_t>(token) * channels + channel), y);
         in[0] = in[1];
         in[1] = in[2];
         in[2] = in[3];
     }
 }
 
+constexpr int kScanThreads = 64, kScanRows = kScanThreads / kLanesRow * kRowsLane;
+
 // Second half: the recurrence over all tokens, with the state in registers; the same step as in delta_decode, so the same
-// bits. Moves the lane's state and history to the end of the chunk. Grid: (128 / kBlockRows, value_heads).
-extern "C" __global__ void __launch_bounds__(kThreads)
+// bits. Moves the lane's state and history to the end of the chunk. Grid: (128 / kScanRows, value_heads).
+extern "C" __global__ void __launch_bounds__(kScanThreads)
     delta_scan(const float *x, int x_stride, const float *convolved_in, const float *gates, float *rows, float *state,
                int all_lanes, int lane_index, const int *turns, float *out, int tokens, int key_heads) {
     __shared__ float4 queries[kSteps][kQuads], keys[kSteps][kQuads];
-    __shared__ float values[kSteps][kBlockRows], decay[kSteps], strength[kSteps];
+    __shared__ float values[kSteps][kScanRows], decay[kSteps], strength[kSteps];
     const int head = blockIdx.y, value_heads = gridDim.y;
-    const int channels = (2 * key_heads + value_heads) * kHead, width = channels + 2 * value_heads;
+    const int channels = (2 * key_heads + value_heads) * kHead, width = row_width(channels, value_heads);
     const int key_head = head / (value_heads / key_heads);
     const int part = threadIdx.x % kLanesRow, own_row = threadIdx.x / kLanesRow * kRowsLane;
-    const int block_row = blockIdx.x * kBlockRows;
+    const int block_row = blockIdx.x * kScanRows;
 
     const int block = head * gridDim.x + blockIdx.x;
     keep_history(x, x_stride, rows_of(rows, read(turns + lane_index), all_lanes, lane_index, width), width, channels,
-                 tokens, block * kThreads + threadIdx.x, gridDim.x * gridDim.y * kThreads);
+                 tokens, block * kScanThreads + threadIdx.x, gridDim.x * gridDim.y * kScanThreads);
 
     float4 *place = reinterpret_cast<float4 *>(state) +
                     ((static_cast<size_t>(lane_index) * value_heads + head) * kHead + block_row + own_row) * kQuads + part;
@@ -313,22 +346,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 
     // A thread fetches the same places of every run of kSteps tokens, one run ahead of its use.
-    constexpr int kFetched = kSteps * kQuads / kThreads, kOwnValues = kSteps * kBlockRows / kThreads;
+    constexpr int kFetched = kSteps * kQuads / kScanThreads, kOwnValues = kSteps * kScanRows / kScanThreads;
     float4 next_query[kFetched], next_key[kFetched];
     float next_value[kOwnValues], next_decay = 0, next_strength = 0;
     const auto fetch = [&](int begin) {
 #pragma unroll
         for (int n = 0; n < kFetched; ++n) {
-            const int index = n * kThreads + threadIdx.x, token = begin + index / kQuads, quad = index % kQuads;
+            const int index = n * kScanThreads + threadIdx.x, token = begin + index / kQuads, quad = index % kQuads;
             const float4 *row = reinterpret_cast<const float4 *>(convolved_in + static_cast<size_t>(token) * channels);
             next_query[n] = token < tokens ? read(row + key_head * kQuads + quad) : float4{};
             next_key[n] = token < tokens ? read(row + (key_heads + key_head) * kQuads + quad) : float4{};
         }
 #pragma unroll
         for (int n = 0; n < kOwnValues; ++n) {
-            const int index = n * kThreads + threadIdx.x, token = begin + index / kBlockRows;
+            const int index = n * kScanThreads + threadIdx.x, token = begin + index / kScanRows;
             const size_t from = static_cast<size_t>(token) * channels + (2 * key_heads + head) * kHead + block_row;
-            next_value[n] = token < tokens ? read(convolved_in + from + index % kBlockRows) : 0.0f;
+            next_value[n] = token < tokens ? read(convolved_in + from + index % kScanRows) : 0.0f;
         }
         const int token = begin + threadIdx.x;
         if (threadIdx.x < kSteps && token < tokens) {
@@ -341,14 +374,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         __syncthreads();
 #pragma unroll
         for (int n = 0; n < kFetched; ++n) {
-            const int index = n * kThreads + threadIdx.x;
+            const int index = n * kScanThreads + threadIdx.x;
             queries[index / kQuads][index % kQuads] = next_query[n];
             keys[index / kQuads][index % kQuads] = next_key[n];
         }
 #pragma unroll
         for (int n = 0; n < kOwnValues; ++n) {
-            const int index = n * kThreads + threadIdx.x;
-            values[index / kBlockRows][index % kBlockRows] = next_value[n];
+            const int index = n * kScanThreads + threadIdx.x;
+            values[index / kScanRows][index % kScanRows] = next_value[n];
         }
         if (threadIdx.x < kSteps) {
             decay[threadIdx.x] = next_decay;
@@ -357,12 +390,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         __syncthreads();
         fetch(begin + kSteps);
         for (int step = 0; step < min(kSteps, tokens - begin); ++step) {
-            const float2 results = advance(s, keys[step], queries[step], &values[step][own_row], decay[step],
-                                           strength[step], part);
+            float4 key[kRowQuads], query[kRowQuads];
+            float results[kRowsLane] = {};
+            take_part(key, keys[step], part);
+            take_part(query, queries[step], part);
+            absorb(s, key, &values[step][own_row], decay[step], strength[step], results);
+#pragma unroll
+            for (int r = 0; r < kRowsLane; ++r) {
+                results[r] = part_of_product(s[r], query);
+            }
+            row_sums(results);
             if (part == 0) {
                 float *to = out + (static_cast<size_t>(begin + step) * value_heads + head) * kHead + block_row + own_row;
-                write(to, results.x);
-                write(to + 1, results.y);
+                write(to, results[0]);
+                write(to + 1, results[1]);
             }
         }
     }

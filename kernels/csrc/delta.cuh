@@ -13,6 +13,9 @@ __device__ __forceinline__ float convolved(float a, float b, float c, float d, f
     return silu(a * taps.x + b * taps.y + c * taps.z + d * taps.w);
 }
 
+// Elements of a row of the history: channels and gates, up to a multiple of four.
+__device__ __forceinline__ int row_width(int channels, int value_heads) { return (channels + 2 * value_heads + 3) / 4 * 4; }
+
 // The rows of a lane's history: half `turn` of `rows`, FP32 [2, all_lanes, kRowsKept, width].
 template <class T> __device__ __forceinline__ T *rows_of(T *rows, int turn, int all_lanes, int lane, int width) {
     return rows + (static_cast<size_t>(turn & 1) * all_lanes + lane) * kRowsKept * width;

@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kConvolveThreads)
         }
         return;
     }
-    const int width = channels + 2 * value_heads, channel = head * kHead + 2 * lane; // it, the next, and those 64 on
+    const int width = row_width(channels, value_heads), channel = head * kHead + 2 * lane; // it, the next, and those 64 on
     const float *history = rows_of(rows, read(turns + lane_index), all_lanes, lane_index, width);
     const auto input = [&](int token) -> float4 {
         if (token >= tokens || token < -kKept) {
@@ -402,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
     const unsigned short *keys = halves_in + (key_heads + key_head) * kHead;
     float *scratch = s.scratch[warp];
     {
-        const int width = channels + 2 * value_heads;
+        const int width = row_width(channels, value_heads);
         keep_history(x, x_stride, rows_of(rows, read(turns + lane_index), all_lanes, lane_index, width), width, channels,
                      tokens, (head * gridDim.x + blockIdx.x) * kScanThreads + threadIdx.x,
                      gridDim.x * gridDim.y * kScanThreads);

@@ -8,8 +8,37 @@
 template <class T> __device__ __forceinline__ T read(const T *address) { return *address; }
 template <class T> __device__ __forceinline__ void write(T *address, T value) { *address = value; }
 
+// Of integers alone: sums of floats would depend on the order of the threads.
+__device__ __forceinline__ void add(int *address, int value) { atomicAdd(address, value); }
+
 // Reads that pass once and should not push other data out of the caches.
 template <class T> __device__ __forceinline__ T stream(const T *address) { return __ldcs(address); }
+
+// Where launches overlap (sm_90 and newer, `overlap` of a launch): waits until the launch before has ended and what it wrote
+// can be read, then lets the next one begin. So one launch before is unfinished at most, and until here a kernel may only
+// read what no launch writes just before it, and write what only itself uses. Elsewhere nothing happens.
+__device__ __forceinline__ void await_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void admit_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// For a kernel whose writes the next launch may look for before it waits.
+__device__ __forceinline__ void admit_next_after_writes() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    __syncthreads(); // one thread of a block speaks for all of them
+    admit_next();
+#endif
+}
+__device__ __forceinline__ void take_over() {
+    await_previous();
+    admit_next();
+}
 
 __device__ __forceinline__ float half_value(unsigned bits) {
     float value;

@@ -2,7 +2,6 @@
 // finishes bands while the others go on.
 #pragma once
 #include "ampere.cuh"
-#include "early.cuh"
 #include "encodings.cuh"
 #include "linear_finish.cuh"
 #include "linear_share.cuh"
@@ -257,7 +256,7 @@ __device__ __forceinline__ void multiply_spans(const Task &task, const Share<kMi
     using Walk = Turns<Weight, kTiles, kMixed>;
     Course<kMixed> course(share, first, end, parts, (task.groups + Walk::kTurn - 1) / Walk::kTurn);
     Walk walk(task, course, dynamic_shared() + sizeof(Board<kTiles>));
-    wait_for_previous(); // the weights are on their way
+    take_over(); // weights are on their way; what else is read, the launch before may have written
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (kTiles < 3) {
         walk.load_x(walk.x_even, course.turn * Walk::kTurn);
@@ -312,7 +311,7 @@ __device__ __forceinline__ void finish_spans(const Task &task, const Share<kMixe
                                              Board<kTiles> &board) {
     const int lane = threadIdx.x % 32, kTurn = Weight::kTurn;
     Course<kMixed> course(share, first, end, parts, (task.groups + kTurn - 1) / kTurn);
-    wait_for_previous();
+    take_over();
     int bands = 0;
 #pragma unroll 1
     for (; !course.done(); course.next()) {
@@ -385,14 +384,12 @@ __device__ __forceinline__ void run_spans(const Task &task, const Share<kMixed> 
 }
 
 template <class Weight, int kTiles> __device__ __forceinline__ void run(const Task &task) {
-    let_next_start();
     const Share<false> share(task);
     run_spans<Weight, kTiles>(task, share, 0, share.spans());
 }
 
 // Matrices of different encodings: spans of one encoding at a time.
 template <int kTiles> __device__ __forceinline__ void run_any(const Task &task) {
-    let_next_start();
     const Share<true> share(task);
     const auto encoding_of = [&](int index) {
         int band;

@@ -36,6 +36,7 @@ struct Link {
 struct Turn {
     unsigned step;
     bool dead;
+    bool fault; // one is ordered for this step
     Word *out;
     const Word *in;
 };
@@ -44,10 +45,11 @@ struct Turn {
 __device__ __forceinline__ unsigned following(unsigned step) { return step == 0xFFFFFFFFu ? 2 : step + 1; }
 
 __device__ __forceinline__ Turn begin(const Link &link) {
-    const unsigned step = current(link.state->steps + blockIdx.x);
-    const bool dead = current(&link.state->poisoned) != 0;
+    const State *state = link.state; // all of it is asked for before any of it is looked at
+    const unsigned step = current(state->steps + blockIdx.x), dead = current(&state->poisoned);
+    const unsigned door = current(&state->door), door_step = current(&state->door_step);
     const size_t half = static_cast<size_t>(step & 1) * link.slot;
-    return {step, dead, link.outbox + half, link.inbox + half};
+    return {step, dead != 0, door && door_step == step, link.outbox + half, link.inbox + half};
 }
 
 __device__ void poison(const Link &link, unsigned step) {
@@ -72,7 +74,7 @@ __device__ bool ordered(const State *state, unsigned &sent) {
 __device__ __forceinline__ bool may_send(const Link &link, const Turn &turn, unsigned &sent) {
     sent = turn.step;
     bool open = !turn.dead;
-    if (open && current(&link.state->door) && current(&link.state->door_step) == turn.step) {
+    if (open && turn.fault) {
         open = ordered(link.state, sent);
         __syncthreads();
     }
@@ -111,30 +113,51 @@ __device__ __forceinline__ void send(const Link &link, const Turn &turn, int wor
     advance(link, turn);
 }
 
-// The payload of a word of this step, looked at first as `word`. False if the wait expired.
-__device__ __forceinline__ bool await(const Link &link, const Turn &turn, int i, Word &word) {
-    if (static_cast<unsigned>(word >> 32) == turn.step) {
-        return true;
+__device__ __forceinline__ bool has_come(const Turn &turn, Word word) {
+    return static_cast<unsigned>(word >> 32) == turn.step;
+}
+
+// Waits for the words `place(k)` of the inbox, k < N, -1 for none; what is missing is looked for in one go, so that N words
+// take the time of one. False if the wait expired: then some of `found` are of another step.
+template <int N, class Place>
+__device__ __forceinline__ bool await(const Link &link, const Turn &turn, Place place, Word (&found)[N]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        found[k] = place(k) >= 0 ? look(turn.in + place(k)) : 0;
     }
-    const Word start = nanoseconds();
-    do {
-        for (int spin = 0; spin < kSpins; ++spin) {
-            word = look(turn.in + i);
-            if (static_cast<unsigned>(word >> 32) == turn.step) {
-                return true;
+    Word start = 0;
+    for (int spin = 1;; ++spin) {
+        bool missing = false;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            missing |= place(k) >= 0 && !has_come(turn, found[k]);
+        }
+        if (!missing) {
+            return true;
+        }
+        if (spin % kSpins == 0) {
+            const Word now = nanoseconds();
+            start = start ? start : now;
+            if (now - start >= link.budget || current(&link.state->poisoned)) {
+                poison(link, turn.step);
+                return false;
             }
         }
-    } while (nanoseconds() - start < link.budget && !current(&link.state->poisoned));
-    poison(link, turn.step);
-    return false;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            if (place(k) >= 0 && !has_come(turn, found[k])) {
+                found[k] = look(turn.in + place(k));
+            }
+        }
+    }
 }
 
 // Where the inbox is read over PCIe: one thread of the block looks until word `last` is there, and spares the link.
 __device__ __forceinline__ void wait_far(const Link &link, const Turn &turn, int last) {
     if (link.far && !turn.dead) {
         if (threadIdx.x == 0) {
-            Word word = look(turn.in + last);
-            await(link, turn, last, word);
+            Word word[1];
+            await<1>(link, turn, [&](int) { return last; }, word);
         }
         __syncthreads();
     }
@@ -150,19 +173,17 @@ __device__ __forceinline__ void receive(const Link &link, const Turn &turn, int 
     }
     for (int base = first; base < words; base += kBatch * stride) {
         Word found[kBatch];
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-            const int i = base + k * stride;
-            found[k] = i < words && !turn.dead ? look(turn.in + i) : 0;
+        const auto place = [&](int k) { return base + k * stride < words ? base + k * stride : -1; };
+        if (!turn.dead) {
+            await<kBatch>(link, turn, place, found);
         }
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
-            const int i = base + k * stride;
-            if (i < words) {
-                if (!turn.dead && await(link, turn, i, found[k])) {
-                    take(i, static_cast<unsigned>(found[k]));
+            if (place(k) >= 0) {
+                if (!turn.dead && has_come(turn, found[k])) {
+                    take(place(k), static_cast<unsigned>(found[k]));
                 } else {
-                    lose(i);
+                    lose(place(k));
                 }
             }
         }
@@ -189,7 +210,7 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
 
 // One block a row: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
 // part: fp16 [T, columns]; x: FP32 [T, columns], one row every x_stride; half_out: fp16 likewise.
-extern "C" __global__ void __launch_bounds__(kRowThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
                         unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
     __shared__ float scratch[kRowThreads / 32];
@@ -201,14 +222,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     uint2 mine[kRowQuads];
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         mine[k] = quad < quads ? read(own + quad) : uint2{};
     }
     unsigned sent;
     if (may_send(link, turn, sent)) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
-            const int quad = k * kRowThreads + threadIdx.x;
+            const int quad = k * blockDim.x + threadIdx.x;
             if (quad < quads) {
                 push(turn.out + base + quad, mine[k].x, sent);
                 push(turn.out + base + quads + quad, mine[k].y, sent);
@@ -219,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     float4 values[kRowQuads], weights[kRowQuads]; // they come while the words travel
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
+        const int quad = k * blockDim.x + threadIdx.x;
         values[k] = quad < quads ? read(stream + quad) : float4{};
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
@@ -227,19 +248,19 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     const float lost = __uint_as_float(kNothing);
     wait_far(link, turn, static_cast<int>(base) + words - 1);
     Word found[2 * kRowQuads];
-#pragma unroll
-    for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x;
-        const bool here = quad < quads && !turn.dead;
-        found[2 * k] = here ? look(turn.in + base + quad) : 0;
-        found[2 * k + 1] = here ? look(turn.in + base + quads + quad) : 0;
+    const auto place = [&](int k) {
+        const int quad = k / 2 * blockDim.x + threadIdx.x;
+        return quad < quads ? static_cast<int>(base) + (k & 1) * quads + quad : -1;
+    };
+    if (!turn.dead) {
+        await<2 * kRowQuads>(link, turn, place, found);
     }
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * kRowThreads + threadIdx.x, low = static_cast<int>(base) + quad;
+        const int quad = k * blockDim.x + threadIdx.x;
         if (quad < quads) {
             float2 a = {lost, lost}, b = {lost, lost};
-            if (!turn.dead && await(link, turn, low, found[2 * k]) && await(link, turn, low + quads, found[2 * k + 1])) {
+            if (!turn.dead && has_come(turn, found[2 * k]) && has_come(turn, found[2 * k + 1])) {
                 a = joined(link.rank, mine[k].x, static_cast<unsigned>(found[2 * k]));
                 b = joined(link.rank, mine[k].y, static_cast<unsigned>(found[2 * k + 1]));
             }
@@ -271,11 +292,42 @@ extern "C" __global__ void mailbox_gather(Link link, const float *part, int part
     receive(link, turn, words, put, [&](int i) { put(i, kNothing); });
 }
 
+__device__ __forceinline__ bool aligned(const void *address) { return reinterpret_cast<size_t>(address) % 16 == 0; }
+
+// Four pairs at a time where they stand at multiples of 16 bytes, then what is left.
+template <class Pair> __device__ __forceinline__ void add(Pair pair, const unsigned *a, const unsigned *b, float2 *out, int words) {
+    const int first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
+    const auto *a4 = reinterpret_cast<const uint4 *>(a), *b4 = reinterpret_cast<const uint4 *>(b);
+    const int quads = aligned(a) && aligned(b) && aligned(out) ? words / 4 : 0;
+    for (int i = first; i < quads; i += stride) {
+        const uint4 x = read(a4 + i), y = read(b4 + i);
+        const float2 s = pair(x.x, y.x), t = pair(x.y, y.y), u = pair(x.z, y.z), v = pair(x.w, y.w);
+        write(reinterpret_cast<float4 *>(out) + 2 * i, float4{s.x, s.y, t.x, t.y});
+        write(reinterpret_cast<float4 *>(out) + 2 * i + 1, float4{u.x, u.y, v.x, v.y});
+    }
+    for (int i = 4 * quads + first; i < words; i += stride) {
+        write(out + i, pair(read(a + i), read(b + i)));
+    }
+}
+
 // out = first + second in FP32, fp16 pairs [words]: what an exchange of whole parts leaves to do.
 extern "C" __global__ void mailbox_add(const unsigned *first, const unsigned *second, float2 *out, int words) {
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) {
-        write(out + i, joined(0, read(first + i), read(second + i)));
-    }
+    add([](unsigned x, unsigned y) { return joined(0, x, y); }, first, second, out, words);
+}
+
+// As `mailbox_reduce` of a part that the peer has copied to `other` in whole, after `mailbox_meet`.
+extern "C" __global__ void mailbox_join(Link link, const unsigned *part, const unsigned *other, float2 *out, int words) {
+    const bool dead = current(&link.state->poisoned) != 0;
+    const float lost = __uint_as_float(kNothing);
+    add([&](unsigned x, unsigned y) { return dead ? float2{lost, lost} : joined(link.rank, x, y); }, part, other, out,
+        words);
+}
+
+// A word each way: what the peer had put on its stream before has been done. One warp, which leaves a card to others.
+extern "C" __global__ void mailbox_meet(Link link) {
+    const Turn turn = begin(link);
+    send(link, turn, 1, [](int) { return 0u; });
+    receive(link, turn, 1, [](int, unsigned) {}, [](int) {});
 }
 
 // Takes `duration` nanoseconds: a rank that comes late, for a measurement.

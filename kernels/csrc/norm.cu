@@ -1,40 +1,38 @@
 // Normalisations, the embedding gather and the output gate: one block a token, float32 in, fp16 out for the next product.
-#include "early.cuh"
 #include "norm_row.cuh"
 
-constexpr int kThreads = kRowThreads;
-constexpr int kQuads = kRowQuads;
+constexpr int kThreads = 256;
 
 // x: FP32 [T, columns], one row every x_stride; delta (may be null): FP32 likewise, added to x in place first.
 // y = x / sqrt(mean(x^2) + eps) * (1 + weight), to fp16 `half_out` and FP32 `wide_out` (either may be null).
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kRowThreads)
     rms_norm(float *x, int x_stride, const float *delta, int delta_stride, const float *weight, unsigned short *half_out,
              int half_stride, float *wide_out, int wide_stride, int *overflows, int columns, float eps) {
-    __shared__ float scratch[kThreads / 32];
+    __shared__ float scratch[kRowThreads / 32];
     const size_t row = blockIdx.x;
     const int quads = columns / 4;
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
-    float4 values[kQuads], weights[kQuads]; // all asked for at once: one wait
-    let_next_start();
+    float4 values[kRowQuads], weights[kRowQuads], more[kRowQuads]; // all asked for at once: one wait
 #pragma unroll
-    for (int k = 0; k < kQuads; ++k) {
-        const int quad = k * kThreads + threadIdx.x;
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * blockDim.x + threadIdx.x;
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
-    wait_for_previous();
+    take_over();
 #pragma unroll
-    for (int k = 0; k < kQuads; ++k) {
-        const int quad = k * kThreads + threadIdx.x;
+    for (int k = 0; k < kRowQuads; ++k) {
+        const int quad = k * blockDim.x + threadIdx.x;
         values[k] = quad < quads ? read(own + quad) : float4{};
+        more[k] = delta && quad < quads ? stream(added + quad) : float4{};
     }
     if (delta) {
 #pragma unroll
-        for (int k = 0; k < kQuads; ++k) {
-            const int quad = k * kThreads + threadIdx.x;
+        for (int k = 0; k < kRowQuads; ++k) {
+            const int quad = k * blockDim.x + threadIdx.x;
+            values[k] = {values[k].x + more[k].x, values[k].y + more[k].y, values[k].z + more[k].z,
+                         values[k].w + more[k].w};
             if (quad < quads) {
-                const float4 more = read(added + quad);
-                values[k] = {values[k].x + more.x, values[k].y + more.y, values[k].z + more.z, values[k].w + more.w};
                 write(own + quad, values[k]);
             }
         }
@@ -43,26 +41,47 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   wide_out ? wide_out + row * wide_stride : nullptr, overflows ? overflows + row : nullptr, scratch);
 }
 
-// x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride; a warp takes a head.
-// y = x / sqrt(mean(x^2) + eps) * weight * silu(gate), fp16 [T, heads * 128].
+// x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride.
+// y = x / sqrt(mean(x^2) + eps) * weight * silu(gate), fp16 [T, heads * 128]. A warp takes kEach heads, which it asks for
+// at once. Grid: (T, heads / (warps * kEach) rounded up).
+template <int kEach>
+__device__ __forceinline__ void gated(const float *x, const float *gate, int gate_stride, const float *weight,
+                                      unsigned short *out, int *overflows, int heads, float eps) {
+    const size_t row = blockIdx.x;
+    const int lane = threadIdx.x % 32, first = (blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32) * kEach;
+    const float4 w = read(reinterpret_cast<const float4 *>(weight) + lane);
+    take_over();
+    float4 v[kEach], z[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int head = first + i;
+        v[i] = z[i] = {};
+        if (head < heads) {
+            v[i] = stream(reinterpret_cast<const float4 *>(x) + (row * heads + head) * 32 + lane);
+            z[i] = stream(reinterpret_cast<const float4 *>(gate + row * gate_stride) + head * 32 + lane);
+        }
+    }
+    int overflowed = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int head = first + i;
+        const float inverse = fast_inverse_root(warp_sum(dot(v[i], v[i])) / 128 + eps);
+        const float4 y = {v[i].x * inverse * w.x * silu(z[i].x), v[i].y * inverse * w.y * silu(z[i].y),
+                          v[i].z * inverse * w.z * silu(z[i].z), v[i].w * inverse * w.w * silu(z[i].w)};
+        if (head < heads) {
+            write(reinterpret_cast<uint2 *>(out) + (row * heads + head) * 32 + lane, staged_four(y, overflowed));
+        }
+    }
+    count_overflows(overflowed, overflows ? overflows + row : nullptr);
+}
+
 extern "C" __global__ void gated_rms_norm(const float *x, const float *gate, int gate_stride, const float *weight,
                                           unsigned short *out, int *overflows, int heads, float eps) {
-    __shared__ float scratch[32];
-    const size_t row = blockIdx.x;
-    const int lane = threadIdx.x % 32;
-    let_next_start();
-    wait_for_previous();
-    const float4 w = read(reinterpret_cast<const float4 *>(weight) + lane);
-    int overflowed = 0;
-    for (int head = threadIdx.x / 32; head < heads; head += blockDim.x / 32) {
-        const float4 v = read(reinterpret_cast<const float4 *>(x) + (row * heads + head) * 32 + lane);
-        const float4 z = read(reinterpret_cast<const float4 *>(gate + row * gate_stride) + head * 32 + lane);
-        const float inverse = 1.0f / sqrtf(warp_sum(dot(v, v)) / 128 + eps);
-        const uint2 packed = {staged_pair(v.x * inverse * w.x * silu(z.x), v.y * inverse * w.y * silu(z.y), overflowed),
-                              staged_pair(v.z * inverse * w.z * silu(z.z), v.w * inverse * w.w * silu(z.w), overflowed)};
-        write(reinterpret_cast<uint2 *>(out) + (row * heads + head) * 32 + lane, packed);
-    }
-    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+    gated<1>(x, gate, gate_stride, weight, out, overflows, heads, eps);
+}
+extern "C" __global__ void gated_rms_norm_many(const float *x, const float *gate, int gate_stride, const float *weight,
+                                               unsigned short *out, int *overflows, int heads, float eps) {
+    gated<3>(x, gate, gate_stride, weight, out, overflows, heads, eps);
 }
 
 // x: FP32 [T, heads, dim]; gate: element d of head h at gate + t * gate_stride + h * head_stride + d.
@@ -70,55 +89,53 @@ extern "C" __global__ void gated_rms_norm(const float *x, const float *gate, int
 extern "C" __global__ void __launch_bounds__(kThreads)
     output_gate(const float *x, const float *gate, int gate_stride, int head_stride, unsigned short *out,
                 int *overflows, int heads, int dim) {
-    __shared__ float scratch[kThreads / 32];
     const size_t row = blockIdx.x;
     const int quads = heads * dim / 4;
     int overflowed = 0;
-    let_next_start();
-    wait_for_previous();
     for (int quad = threadIdx.x; quad < quads; quad += kThreads) {
         const int head = quad * 4 / dim, d = quad * 4 % dim;
         const float4 v = read(reinterpret_cast<const float4 *>(x) + row * quads + quad);
         const float4 g = read(reinterpret_cast<const float4 *>(gate + row * gate_stride + head * head_stride + d));
-        const uint2 packed = {staged_pair(v.x * sigmoid(g.x), v.y * sigmoid(g.y), overflowed),
-                              staged_pair(v.z * sigmoid(g.z), v.w * sigmoid(g.w), overflowed)};
-        write(reinterpret_cast<uint2 *>(out) + row * quads + quad, packed);
+        const float4 y = {v.x * sigmoid(g.x), v.y * sigmoid(g.y), v.z * sigmoid(g.z), v.w * sigmoid(g.w)};
+        write(reinterpret_cast<uint2 *>(out) + row * quads + quad, staged_four(y, overflowed));
     }
-    count_overflows(overflowed, overflows ? overflows + row : nullptr, scratch);
+    count_overflows(overflowed, overflows ? overflows + row : nullptr);
 }
 
 struct Bfloat {
     __device__ static float4 quad(const void *table, size_t index) {
-        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
+        const uint2 bits = stream(static_cast<const uint2 *>(table) + index);
         return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
                 __uint_as_float(bits.y & 0xFFFF0000u)};
     }
 };
 struct Half {
     __device__ static float4 quad(const void *table, size_t index) {
-        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
+        const uint2 bits = stream(static_cast<const uint2 *>(table) + index);
         return {half_value(bits.x & 0xFFFF), half_value(bits.x >> 16), half_value(bits.y & 0xFFFF),
                 half_value(bits.y >> 16)};
     }
 };
 struct Float {
     __device__ static float4 quad(const void *table, size_t index) {
-        return read(static_cast<const float4 *>(table) + index);
+        return stream(static_cast<const float4 *>(table) + index);
     }
 };
 
-// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN.
+// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN. Grid: (T, parts).
 template <class Stored>
-__device__ void embed(const int *tokens, const void *table, float *out, int rows, int columns) {
-    const int token = read(tokens + blockIdx.x);
-    const int quads = columns / 4;
+__device__ __forceinline__ void embed(const int *tokens, const void *table, float *out, int rows, int columns) {
+    take_over();
+    const int token = read(tokens + blockIdx.x), quads = columns / 4;
     const float missing = __uint_as_float(0x7FC00000u);
-    for (int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+    float4 *to = reinterpret_cast<float4 *>(out) + static_cast<size_t>(blockIdx.x) * quads;
+#pragma unroll 5
+    for (int quad = blockIdx.y * blockDim.x + threadIdx.x; quad < quads; quad += gridDim.y * blockDim.x) {
         float4 values = {missing, missing, missing, missing};
         if (token >= 0 && token < rows) {
             values = Stored::quad(table, static_cast<size_t>(token) * quads + quad);
         }
-        write(reinterpret_cast<float4 *>(out) + static_cast<size_t>(blockIdx.x) * quads + quad, values);
+        write(to + quad, values);
     }
 }
 

@@ -1,13 +1,18 @@
 // Between the projection and attention, in one pass: norm of queries and keys, partial rotary embedding with three
-// position axes, and the write into the paged cache. One block a token, one warp a head.
+// position axes, and the write into the paged cache. A warp takes a head at a time.
 #include "common.cuh"
 #include "kvcache.cuh"
 
+constexpr int kThreads = 128;
 constexpr int kHalfTurned = 32; // pairs (j, j + 32) of the first 64 dimensions turn
-constexpr int kOwn = 8;         // dimensions a lane holds: 8 lane .. 8 lane + 7
+constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
 
-// Multiplied by the 256 x 256 Hadamard matrix (Sylvester's order) over 16: orthonormal, so that products of a turned
-// query and a turned key are those of the unturned ones, and outliers of a key are spread over all dimensions.
+__device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
+
+// Multiplied by the 256 x 256 Hadamard matrix (Sylvester's order). Over 16 it is orthonormal: products of a turned query
+// and a turned key are those of the unturned ones, and outliers of a key are spread over all dimensions.
+constexpr float kTurnScale = 0.0625f;
+
 __device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
 #pragma unroll
     for (int step = 1; step < kOwn; step *= 2) {
@@ -22,155 +27,184 @@ __device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
+        const float sign = lane & step ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             const float other = __shfl_xor_sync(kAll, v[i], step);
-            v[i] = lane & step ? other - v[i] : v[i] + other;
+            v[i] = fmaf(v[i], sign, other);
         }
-    }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-        v[i] *= 0.0625f;
     }
 }
 
 struct Int8Store {
     static constexpr bool kTurned = true;
-
-    // 8 lanes hold a block of 64 dimensions: scale = largest / 127 as fp16, words round(v / scale) + 128.
-    __device__ static void quantise(const float (&v)[kOwn], unsigned (&words)[2], unsigned &scale_bits) {
-        float largest = 0;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const float size = fabsf(v[i]);
-            largest = size > largest || size != size ? size : largest; // a NaN stays, unlike in fmaxf
-        }
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) {
-            const float other = __shfl_xor_sync(kAll, largest, step);
-            largest = other > largest || other != other ? other : largest;
-        }
-        scale_bits = half_bits(largest / 127.0f);
-        const float scale = half_value(scale_bits);
-        const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        words[0] = words[1] = 0;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const float code = fminf(fmaxf(rintf(v[i] * inverse), -127.0f), 127.0f);
-            words[i / 4] |= static_cast<unsigned>(static_cast<int>(code) + 128) << 8 * (i % 4);
-        }
-    }
-
-    __device__ static void key(const float (&v)[kOwn], void *tile, unsigned short *scales, int offset, int lane) {
-        unsigned words[2], scale;
-        quantise(v, words, scale);
-        unsigned char *place = static_cast<unsigned char *>(tile) + key_index<16>(offset, kOwn * lane);
-        write(reinterpret_cast<uint2 *>(place), uint2{words[0], words[1]});
-        if (lane % 8 == 0) {
-            write(scales + offset * kBlocks + lane / 8, static_cast<unsigned short>(scale));
-        }
-    }
-
-    __device__ static void value(const float (&v)[kOwn], void *tile, unsigned short *scales, int offset, int lane) {
-        unsigned words[2], scale;
-        quantise(v, words, scale);
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            write(static_cast<unsigned char *>(tile) + value_index<16>(offset, kOwn * lane + i),
-                  static_cast<unsigned char>(words[i / 4] >> 8 * (i % 4)));
-        }
-        if (lane % 8 == 0) {
-            write(scales + offset * kBlocks + lane / 8, static_cast<unsigned short>(scale));
-        }
-    }
-
     static constexpr int kBytes = 1;
+    static constexpr float kRounding = 12582912.0f + 128; // 1.5 * 2^23: the sum's last bit is worth 1
+
+    // 16 lanes hold a block of 64 dimensions in each half: scale = largest / 127 as fp16, words round(v / scale) + 128.
+    __device__ static void quantise(const float (&v)[kOwn], unsigned (&words)[2], unsigned (&scale_bits)[2]) {
+        float largest[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            largest[half] = 0;
+#pragma unroll
+            for (int i = 4 * half; i < 4 * half + 4; ++i) {
+                const float size = fabsf(v[i]);
+                largest[half] = size > largest[half] || size != size ? size : largest[half]; // a NaN stays, unlike in fmaxf
+            }
+        }
+#pragma unroll
+        for (int step = 1; step < kBlock / 4; step *= 2) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float other = __shfl_xor_sync(kAll, largest[half], step);
+                largest[half] = other > largest[half] || other != other ? other : largest[half];
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            scale_bits[half] = half_bits(largest[half] * (1.0f / 127.0f));
+            const float scale = half_value(scale_bits[half]);
+            const float inverse = scale > 0 ? fast_inverse(scale) : 0.0f;
+            unsigned codes[4]; // + 128 in the lowest byte, rounded by the addition
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float code = fminf(fmaxf(v[4 * half + i] * inverse, -127.0f), 127.0f);
+                codes[i] = __float_as_uint(code + kRounding);
+            }
+            words[half] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
+        }
+    }
+
+    // Into a tile of keys or of values, at position `offset` of its page.
+    __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *scales, int offset,
+                                 int lane) {
+        unsigned words[2], scale[2];
+        quantise(v, words, scale);
+        unsigned char *bytes = static_cast<unsigned char *>(tile);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (is_value) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    write(bytes + value_index<16>(offset, dimension(lane, 4 * half + i)),
+                          static_cast<unsigned char>(words[half] >> 8 * i));
+                }
+            } else {
+                write(reinterpret_cast<unsigned *>(bytes + key_index<16>(offset, dimension(lane, 4 * half))), words[half]);
+            }
+            if (lane % (kBlock / 4) == 0) {
+                write(scales + offset * kBlocks + dimension(lane, 4 * half) / kBlock, static_cast<unsigned short>(scale[half]));
+            }
+        }
+    }
 };
+
+__device__ __forceinline__ uint2 packed(const float (&v)[kOwn], int half) {
+    return {half_pair(v[4 * half], v[4 * half + 1]), half_pair(v[4 * half + 2], v[4 * half + 3])};
+}
 
 struct HalfStore {
     static constexpr bool kTurned = false;
+    static constexpr int kBytes = 2;
 
-    __device__ static void key(const float (&v)[kOwn], void *tile, unsigned short *, int offset, int lane) {
-        int none = 0; // counted where the value was staged
-        unsigned short *place = static_cast<unsigned short *>(tile) + key_index<8>(offset, kOwn * lane);
-        write(reinterpret_cast<uint4 *>(place), uint4{staged_pair(v[0], v[1], none), staged_pair(v[2], v[3], none),
-                                                      staged_pair(v[4], v[5], none), staged_pair(v[6], v[7], none)});
-    }
-
-    __device__ static void value(const float (&v)[kOwn], void *tile, unsigned short *, int offset, int lane) {
+    __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *, int offset,
+                                 int lane) {
+        unsigned short *halves = static_cast<unsigned short *>(tile);
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            write(static_cast<unsigned short *>(tile) + value_index<8>(offset, kOwn * lane + i),
-                  static_cast<unsigned short>(half_bits(v[i])));
+        for (int half = 0; half < 2; ++half) {
+            if (is_value) {
+#pragma unroll
+                for (int i = 4 * half; i < 4 * half + 4; ++i) {
+                    write(halves + value_index<8>(offset, dimension(lane, i)), static_cast<unsigned short>(half_bits(v[i])));
+                }
+            } else {
+                write(reinterpret_cast<uint2 *>(halves + key_index<8>(offset, dimension(lane, 4 * half))), packed(v, half));
+            }
         }
     }
-
-    static constexpr int kBytes = 2;
 };
 
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
 // positions: [3, T] (time, height, width); axes: [32], the axis of each pair; cosines, sines: FP32 [table_rows, 32].
 // slots: [T], page * 64 + offset; outside of the pool (-1): nothing is written. query: fp16 [T, q_heads, 256].
+// A warp takes every (warps * gridDim.y)-th head of a token. Grid: (T, parts of the heads).
 template <class Store>
-__device__ void qkv_rope(const float *projection, int row_stride, const float *query_weight, const float *key_weight,
-                         const float *cosines, const float *sines, int table_rows, const int *positions,
-                         const int *axes, const int *slots, void *keys, unsigned short *key_scales, void *values,
-                         unsigned short *value_scales, int pages, unsigned short *query, int *overflows, int q_heads,
-                         int kv_heads, float eps) {
-    __shared__ float scratch[32];
+__device__ __forceinline__ void qkv_rope(const float *projection, int row_stride, const float *query_weight,
+                                         const float *key_weight, const float *cosines, const float *sines,
+                                         int table_rows, const int *positions, const int *axes, const int *slots,
+                                         void *keys, unsigned short *key_scales, void *values,
+                                         unsigned short *value_scales, int pages, unsigned short *query,
+                                         int *overflows, int q_heads, int kv_heads, float eps) {
     const int token = blockIdx.x, tokens = gridDim.x;
     const int lane = threadIdx.x % 32;
-    const int slot = read(slots + token);
-    const bool stored = slot >= 0 && slot < pages * kPage;
+    const int first = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, step = gridDim.y * (blockDim.x / 32);
+    const int heads = q_heads + 2 * kv_heads;
     const float *row = projection + static_cast<size_t>(token) * row_stride;
 
-    // Asked for before the angles, which take three reads in a row.
-    const auto load = [&](float (&v)[kOwn], int head) {
+    const auto load = [&](float4 (&to)[2], int head) {
         const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
-#pragma unroll
-        for (int i = 0; i < kOwn; i += 4) {
-            const float4 four = stream(reinterpret_cast<const float4 *>(row + start + kOwn * lane + i));
-            v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
-        }
+        const float4 *from = reinterpret_cast<const float4 *>(row + start) + lane;
+        to[0] = stream(from);
+        to[1] = stream(from + kDim / 8);
     };
-    int head = threadIdx.x / 32;
-    float v[kOwn];
-    load(v, head);
-    float cosine[kOwn], sine[kOwn];
-    if (lane < 2 * kHalfTurned / kOwn) {
-        const int place[3] = {read(positions + token), read(positions + tokens + token),
-                              read(positions + 2 * tokens + token)};
+    const auto weights_of = [&](float4 (&to)[2], int head) {
+        const float4 *from = reinterpret_cast<const float4 *>(head < q_heads ? query_weight : key_weight) + lane;
+        to[0] = read(from);
+        to[1] = read(from + kDim / 8);
+    };
+    // The angle of pair `lane`: which axis, where on it, and what the tables say there.
+    const int axis = read(axes + lane);
+    float4 weights[2], next[2];
+    weights_of(weights, first);
+    take_over();
+    if (first < heads) { // asked for before the angles, which take two reads in a row
+        load(next, first);
+    }
+    const int slot = read(slots + token);
+    const bool stored = slot >= 0 && slot < pages * kPage;
+    const int position = read(positions + (axis == 1 ? 1 : axis == 2 ? 2 : 0) * tokens + token);
+    const bool known = position >= 0 && position < table_rows;
+    const size_t angle = static_cast<size_t>(known ? position : 0) * kHalfTurned + lane;
+    const float own_cosine = known ? read(cosines + angle) : __uint_as_float(0x7FC00000u);
+    const float own_sine = known ? read(sines + angle) : __uint_as_float(0x7FC00000u);
+    float cosine[4], sine[4]; // of the first four dimensions of this lane, if they turn
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const int pair = (kOwn * lane + i) % kHalfTurned;
-            const int axis = read(axes + pair);
-            const int position = axis == 1 ? place[1] : axis == 2 ? place[2] : place[0];
-            const bool known = position >= 0 && position < table_rows;
-            const size_t entry = static_cast<size_t>(known ? position : 0) * kHalfTurned + pair;
-            cosine[i] = known ? read(cosines + entry) : __uint_as_float(0x7FC00000u);
-            sine[i] = known ? read(sines + entry) : __uint_as_float(0x7FC00000u);
-        }
+    for (int i = 0; i < 4; ++i) {
+        const int pair = (4 * lane + i) % kHalfTurned;
+        cosine[i] = __shfl_sync(kAll, own_cosine, pair);
+        const float turn = __shfl_sync(kAll, own_sine, pair);
+        sine[i] = lane < kHalfTurned / 4 ? -turn : turn;
     }
 
     int overflowed = 0;
-    const int warps = blockDim.x / 32, heads = q_heads + 2 * kv_heads;
-    for (; head < heads; head += warps) {
+    for (int head = first; head < heads; head += step) {
+        float v[kOwn] = {next[0].x, next[0].y, next[0].z, next[0].w, next[1].x, next[1].y, next[1].z, next[1].w};
+        if (head + step < heads) {
+            load(next, head + step);
+        }
         const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
         if (!is_value) {
-            const float *weight = is_query ? query_weight : key_weight;
+            if (head >= q_heads && head - step < q_heads) {
+                weights_of(weights, head); // the first key
+            }
+            const float w[kOwn] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
+                                   weights[1].x, weights[1].y, weights[1].z, weights[1].w};
             float squares = 0;
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
                 squares += v[i] * v[i];
             }
-            const float inverse = 1.0f / sqrtf(warp_sum(squares) / kDim + eps);
+            float inverse = fast_inverse_root(warp_sum(squares) / kDim + eps);
+            inverse *= Store::kTurned ? kTurnScale : 1.0f; // a power of two: where it is applied does not matter
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
-                v[i] *= inverse * (1.0f + read(weight + kOwn * lane + i));
-                const float other = __shfl_xor_sync(kAll, v[i], kHalfTurned / kOwn);
-                if (lane < kHalfTurned / kOwn) {
-                    v[i] = v[i] * cosine[i] - other * sine[i];
-                } else if (lane < 2 * kHalfTurned / kOwn) {
+                v[i] *= inverse * (1.0f + w[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float other = __shfl_xor_sync(kAll, v[i], kHalfTurned / 4);
+                if (lane < 2 * kHalfTurned / 4) {
                     v[i] = v[i] * cosine[i] + other * sine[i];
                 }
             }
@@ -178,35 +212,34 @@ __device__ void qkv_rope(const float *projection, int row_stride, const float *q
                 hadamard(v, lane);
             }
         }
+        float largest = 0; // a NaN is passed over, and stays
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            v[i] = staged(v[i], overflowed);
+            largest = fmaxf(largest, fabsf(v[i]));
+        }
+        if (largest > kLargestHalf) {
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i) {
+                v[i] = staged(v[i], overflowed);
+            }
         }
         if (is_query) {
-            int none = 0;
-            const uint4 packed = {staged_pair(v[0], v[1], none), staged_pair(v[2], v[3], none),
-                                  staged_pair(v[4], v[5], none), staged_pair(v[6], v[7], none)};
-            write(reinterpret_cast<uint4 *>(query) + (static_cast<size_t>(token) * q_heads + head) * 32 + lane, packed);
+            uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + lane;
+            write(to, packed(v, 0));
+            write(to + kDim / 8, packed(v, 1));
         } else if (stored) {
             const int kv_head = (head - q_heads) % kv_heads;
             const size_t tile = static_cast<size_t>(slot / kPage) * kv_heads + kv_head;
             char *pool = static_cast<char *>(is_value ? values : keys) + tile * kPage * kDim * Store::kBytes;
             unsigned short *scales = (is_value ? value_scales : key_scales) + tile * kPage * kBlocks;
-            if (is_value) {
-                Store::value(v, pool, scales, slot % kPage, lane);
-            } else {
-                Store::key(v, pool, scales, slot % kPage, lane);
-            }
-        }
-        if (head + warps < heads) {
-            load(v, head + warps);
+            Store::store(v, is_value, pool, scales, slot % kPage, lane);
         }
     }
-    count_overflows(overflowed, overflows ? overflows + token : nullptr, scratch);
+    count_overflows(overflowed, overflows ? overflows + token : nullptr);
 }
 
 #define QKV_ROPE(name, Store)                                                                                          \
-    extern "C" __global__ void name(                                                                                   \
+    extern "C" __global__ void __launch_bounds__(kThreads) name(                                                                                   \
         const float *projection, int row_stride, const float *query_weight, const float *key_weight,                   \
         const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
         const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \

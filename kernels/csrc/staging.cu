@@ -9,7 +9,6 @@ __device__ __forceinline__ float finite(unsigned bits, int &overflows) { return 
 // part: fp16 [T, columns] to out: FP32 [T, columns], rows out_stride apart. Grid: (T).
 extern "C" __global__ void __launch_bounds__(kThreads)
     staging_widen(const uint4 *part, float *out, int out_stride, int *overflows, int columns) {
-    __shared__ float scratch[kThreads / 32];
     const uint4 *from = part + static_cast<size_t>(blockIdx.x) * (columns / 8);
     float *to = out + static_cast<size_t>(blockIdx.x) * out_stride;
     int overflowed = 0;
@@ -24,13 +23,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             write(reinterpret_cast<float4 *>(to + 8 * eight) + i, wide);
         }
     }
-    count_overflows(overflowed, overflows ? overflows + blockIdx.x : nullptr, scratch);
+    count_overflows(overflowed, overflows ? overflows + blockIdx.x : nullptr);
 }
 
 // out = silu(gate) * up: fp16 [T, columns] each; out may be either of them. Grid: (T).
 extern "C" __global__ void __launch_bounds__(kThreads)
     staging_swiglu(const uint4 *gate, const uint4 *up, uint4 *out, int *overflows, int columns) {
-    __shared__ float scratch[kThreads / 32];
     const size_t row = static_cast<size_t>(blockIdx.x) * (columns / 8);
     int overflowed = 0;
     for (int eight = threadIdx.x; eight < columns / 8; eight += kThreads) {
@@ -45,5 +43,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         write(out + row + eight, uint4{results[0], results[1], results[2], results[3]});
     }
-    count_overflows(overflowed, overflows ? overflows + blockIdx.x : nullptr, scratch);
+    count_overflows(overflowed, overflows ? overflows + blockIdx.x : nullptr);
 }

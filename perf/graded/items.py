@@ -19,7 +19,7 @@ MAX_BYTES = 64 << 20
 KINDS = ("choice", "code", "text", "needle")
 DEPTHS = (10, 50, 90)  # percent of the text before the needle
 LETTERS = "ABCDEFGHIJ"
-# Characters a token by the sizes that `materials` publishes, less a tenth: the context asked for must hold the prompt.
+# Characters a token, less more than a tenth (docs/bench-serve.md has what was counted): the context must hold the prompt.
 _CHARACTERS = {"code": 3.2, "chinese": 1.2}
 _BESIDE = 128  # tokens of the question and of the chat template
 _LETTER_RULE = "Think as long as you need. The last line of your answer must be `Answer: X`, X being the letter."

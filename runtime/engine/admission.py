@@ -70,8 +70,10 @@ def fault_of_request(request: GenerateRequest, max_context: int, vocabulary: int
     return fault_of(request.sampling, vocabulary)
 
 
-def fault_of_images(request: GenerateRequest, processor: ImageProcessor | None, image_token: int | None) -> str | None:
-    """Why the pictures of a request cannot be read, None if they can."""
+def fault_of_images(
+    request: GenerateRequest, processor: ImageProcessor | None, image_token: int | None, video_token: int | None
+) -> str | None:
+    """Why the pictures of a request, and the frames of its videos, cannot be read, None if they can."""
     if not request.images:
         return None
     if processor is None:
@@ -85,8 +87,9 @@ def fault_of_images(request: GenerateRequest, processor: ImageProcessor | None, 
         begin, end = end, image.start + processor.tokens(image.height, image.width)
         if not begin <= image.start or end > len(request.prompt):
             return f"picture {number} has tokens {image.start} to {end - 1}, expected {begin} to {len(request.prompt) - 1}."
-        if any(token != image_token for token in request.prompt[image.start : end]):
-            return f"picture {number}: tokens {image.start} to {end - 1} are not all {image_token}."
+        wanted = image_token if image.frames == 1 else video_token
+        if any(token != wanted for token in request.prompt[image.start : end]):
+            return f"picture {number}: tokens {image.start} to {end - 1} are not all {wanted}."
     return None
 
 
@@ -109,7 +112,9 @@ def _rope_fault(rows: list[list[int]], length: int) -> str | None:
 
 
 def _picture_fault(image: ImageInput, processor: ImageProcessor) -> str | None:
-    factor, bytes_ = processor.factor, 3 * image.height * image.width
+    factor, bytes_ = processor.factor, 3 * image.frames * image.height * image.width
+    if image.frames != 1 and image.frames != processor.temporal:
+        return f"{image.frames} frames: a picture has one, a video's group {processor.temporal}."
     if image.height < factor or image.width < factor or image.height % factor or image.width % factor:
         return f"a picture of {image.width} x {image.height} pixels is not whole tokens of {factor} x {factor}."
     if len(image.pixels) != bytes_ or image.height * image.width > processor.max_pixels:

@@ -26,7 +26,7 @@ class Content:
         if request.rope_positions is not None:
             self._offsets += np.array(request.rope_positions, dtype=np.int64) - np.arange(count)
         self._pictures = [
-            (image.start, blake2b(struct.pack("<QQ", image.height, image.width) + image.pixels).digest())
+            (image.start, blake2b(struct.pack("<QQQ", image.frames, image.height, image.width) + image.pixels).digest())
             for image in request.images
         ]
         self._chain = [b""]

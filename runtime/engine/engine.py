@@ -45,7 +45,8 @@ class Engine:
     max_context   tokens of prompt and answer together
     n_sampleable  ids 0 .. n_sampleable - 1 may be drawn; later rows of the head are padding
     tokenizer     the tokenizer's file, without which requests with a grammar are refused
-    processor     knows the sizes of pictures, and `image_token` stands for them; None: such requests are refused
+    processor     knows the sizes of pictures; `image_token` stands for them, `video_token` for frames of a video. None: such
+                  requests are refused
     drafts_from   instead of the MTP layer's drafts: those of each round of an answer, none after the last
     prefix_bytes  memory for the states of prefixes kept for later prompts; less than one state's: none is kept
     prefix_interval  tokens between the states of a long prompt
@@ -63,6 +64,7 @@ class Engine:
         tokenizer: Path | None = None,
         processor: ImageProcessor | None = None,
         image_token: int | None = None,
+        video_token: int | None = None,
         prefix_bytes: int = 0,
         prefix_interval: int = INTERVAL,
     ) -> None:
@@ -77,7 +79,7 @@ class Engine:
         self._chunk = prefill_chunk
         self._forced = drafts_from
         self._tokenizer = tokenizer
-        self._processor, self._image_token = processor, image_token
+        self._processor, self._media_tokens = processor, (image_token, video_token)
         self._pool = PagePool(executor.pages)
         states = prefix_bytes // executor.state_bytes
         self.prefixes = PrefixCache(self._pool, executor, states, prefix_interval) if states else None
@@ -120,7 +122,7 @@ class Engine:
         """Queue a request. A request that cannot be served ends with an "error" event of the next step."""
         alive = [one.request.request_id for one in self._waiting] + [lane.request.request_id for lane in self._order]
         fault = fault_of_request(request, self.max_context, self.n_sampleable, self.pages)
-        fault = fault or fault_of_images(request, self._processor, self._image_token)
+        fault = fault or fault_of_images(request, self._processor, *self._media_tokens)
         if request.request_id in alive:
             fault = f"request {request.request_id} is already being answered."
         if fault:

@@ -44,6 +44,7 @@ class Lane:
         self.passed = 0
         self.content: Content | None = None
         self.prefixes: list[bytes] = []
+        self._stops = frozenset[int]() if request.ignore_eos else frozenset(request.stop_ids)  # there may be very many
         self.rope_delta = 0
         if request.rope_positions is not None:
             self.rope_delta = max(map(max, request.rope_positions)) + 1 - len(request.prompt)
@@ -86,7 +87,7 @@ class Lane:
     def cut(self, tokens: list[int]) -> tuple[list[int], str | None]:
         """Those of `tokens`, coming next, up to a stop id or the limit; and the reason to finish, if there is one."""
         for count, token in enumerate(tokens, start=1):
-            if not self.request.ignore_eos and token in self.request.stop_ids:
+            if token in self._stops:
                 return tokens[:count], "stop"
             if count >= self.remaining:
                 return tokens[:count], "length"

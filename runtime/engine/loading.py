@@ -107,6 +107,7 @@ def engine_of(
         tokenizer=path if (path := directory / "tokenizer.json").exists() else None,
         processor=None if tower is None else tower.processor,
         image_token=source.config.image_token,
+        video_token=source.config.video_token,
         prefix_bytes=settings.prefix_bytes,
         prefix_interval=settings.prefix_interval,
     )

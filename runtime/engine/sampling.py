@@ -71,8 +71,7 @@ class Sampler:
         self._bias: Tensor | None = None
         if params.logit_bias:
             self._bias = torch.zeros(vocabulary)
-            for token, bias in params.logit_bias.items():
-                self._bias[token] = bias
+            self._bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
         self._seen = torch.zeros(vocabulary, dtype=torch.bool)
         self._seen[prompt] = True
         self._counts = torch.zeros(vocabulary)

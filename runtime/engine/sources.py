@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from ...checkpoint.directory import Checkpoint
-from ...checkpoint.encodings import plain
+from ...checkpoint.encodings import part_of, plain
 from ...checkpoint.encodings.weights import read_weight, weights_of
 from ...checkpoint.errors import InputError
-from ...checkpoint.manifest import has_manifest, read_manifest
+from ...checkpoint.manifest import TensorRecord, has_manifest, read_manifest
 from ...model.config import ModelConfig
 from ...model.inventory import check_closed, inventory
-from ...model.partition import split_of
+from ...model.partition import Split, split_of
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,20 @@ def _from_manifest(directory: Path) -> WeightSource:
     config = ModelConfig.of_stage(checkpoint.config, manifest, str(directory / "config.json"))
     size, rank = manifest.tp_size or 1, manifest.tp_rank or 0
     axes: dict[str, int | None] = {}
+    cuts: dict[str, TensorRecord] = {}
     for weight, parts in weights_of(manifest).items():
         values = parts.get("plain") or parts.get("words")
         if values is None:
             raise InputError(f"{directory}: weight {weight!r} has only {', '.join(parts)}. Make this directory again.")
-        split = manifest.tensors[values].split
+        cuts[weight] = manifest.tensors[values]
+        split = cuts[weight].split
         axes[weight] = None if split is None else split.axis
     # The closed list is that of the whole model: each name's shape here is judged when it is read.
     wanted = check_closed(config, _whole_shapes(config, axes), str(directory))
     shapes = {}
     for name, spec in wanted.items():
         split_here = split_of(spec, config, size)
-        if size > 1 and axes[name] != split_here.axis:
-            raise InputError(
-                f"{directory}: {name!r} is cut along axis {axes[name]}, the partition table says {split_here.axis}. "
-                "Run `duovolt shard` again."
-            )
+        _check_cut(cuts[name], split_here, rank, f"{directory}: {name!r}")
         shape = list(spec.shape)
         if split_here.axis is not None:
             shape[split_here.axis] = sum(stop - start for start, stop in split_here.ranges[rank])
@@ -97,6 +95,20 @@ def _from_manifest(directory: Path) -> WeightSource:
         frozenset(name for name, axis in axes.items() if axis == 0),
         lambda name: read_weight(checkpoint, manifest, name),
     )
+
+
+def _check_cut(record: TensorRecord, wanted: Split, rank: int, what: str) -> None:
+    """Raises InputError if a rank says of its words that they are another part than the partition table gives it."""
+    if record.split is None:
+        return
+    part, axis = part_of(record.encoding, record.part), wanted.axis
+    unit = 1 if part is None or axis is None else part.unit[axis] or 1
+    ranges = [] if axis is None else [(start // unit, stop // unit) for start, stop in wanted.ranges[rank]]
+    if (record.split.axis, record.split.ranges) != (axis, ranges):
+        raise InputError(
+            f"{what} is cut along axis {record.split.axis} at {record.split.ranges}, the partition table says axis {axis} "
+            f"at {ranges}. Run `duovolt shard` again."
+        )
 
 
 def _whole_shapes(config: ModelConfig, names: dict[str, int | None]) -> dict[str, tuple[int, ...]]:

@@ -72,7 +72,7 @@ class VisionTower:
 
     def embed(self, image: ImageInput) -> Tensor:
         """float32 [tokens, hidden of the text model]."""
-        pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.height, image.width, 3)
+        pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.frames, image.height, image.width, 3)
         patches = torch.from_numpy(self.processor.patches(pixels))
         return self.forward(patches, image.height // self.processor.patch, image.width // self.processor.patch)
 
@@ -107,7 +107,10 @@ class VisionTower:
 
 
 class PromptImages:
-    """The pictures of one prompt while it is read: each is embedded when the first chunk needs it, and let go after."""
+    """The pictures of one prompt, and its videos' groups of frames, while it is read.
+
+    Each is embedded when the first chunk needs it, and let go after.
+    """
 
     def __init__(self, images: list[ImageInput], tower: VisionTower | None) -> None:
         self._waiting = list(images)

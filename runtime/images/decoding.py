@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
+from typing import Protocol
 
 import numpy as np
 from PIL import Image
-
-from .processor import ImageProcessor
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_IMAGE_BYTES = 20 << 20
@@ -29,10 +28,18 @@ class ImageFault(ValueError):
     """A picture that is not read, and why."""
 
 
+class Sizes(Protocol):
+    """What a picture is brought to: an `ImageProcessor`, or the size of a video's frames."""
+
+    def size_for(self, height: int, width: int) -> tuple[int, int]:
+        """Raises ValueError for what cannot be read."""
+        ...
+
+
 class Picture:
     """A picture whose header has been read; `height` and `width` are those it will be brought to."""
 
-    def __init__(self, data: bytes, processor: ImageProcessor) -> None:
+    def __init__(self, data: bytes, processor: Sizes) -> None:
         """Raises ImageFault: too many bytes or pixels, no picture of a known kind, no pixels, a strip."""
         if len(data) > MAX_IMAGE_BYTES:
             raise ImageFault(f"{len(data)} bytes, at most {MAX_IMAGE_BYTES} are read")
@@ -44,6 +51,7 @@ class Picture:
             raise ImageFault(f"{len(data)} bytes that are no {', '.join(FORMATS)} picture") from error
         width, height = self._image.size
         self.source_pixels = width * height
+        self.source_size = f"{width} x {height}"
         if not self.source_pixels:
             raise ImageFault(f"{width} x {height} pixels: nothing to see")
         if self.source_pixels > MAX_IMAGE_PIXELS:
@@ -53,6 +61,8 @@ class Picture:
             width, height = height, width
         try:
             self.height, self.width = processor.size_for(height, width)
+        except ImageFault:
+            raise
         except ValueError as error:
             raise ImageFault(str(error)) from error
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..messages import ImageInput
+
+
+class Pixels(NamedTuple):
+    """A picture after resizing, or a group of a video's frames: uint8 RGB, row by row, frame after frame."""
+
+    height: int
+    width: int
+    data: bytes
+    frames: int = 1
 
 
 @dataclass(frozen=True)
@@ -29,16 +40,17 @@ class Placed:
         return count + added
 
 
-def place(ids: list[int], pad: int, pictures: list[tuple[int, int, bytes]], factor: int) -> Placed:
-    """Give each picture (height, width, pixels) its tokens in the place of one `pad` each; there are as many of both.
+def place(ids: list[int], pictures: Mapping[int, Sequence[Pixels]], factor: int) -> Placed:
+    """Give each picture its tokens in the place of one pad; `pictures`: pad -> as many as `ids` has of it, in their order.
 
     A picture's tokens share one time; their height and width count from it. What follows goes on after the larger of
-    its two extents, as the family was trained.
+    its two extents, as the family was trained. A group of frames is placed as a picture is: its time stands in front of it
+    as text.
     """
-    if not pictures:
+    if not any(pictures.values()):
         return Placed(ids, [], None)
-    assert ids.count(pad) == len(pictures), "one pad a picture"
-    waiting = iter(pictures)
+    assert all(ids.count(pad) == len(own) for pad, own in pictures.items()), "one pad a picture"
+    waiting = {pad: iter(own) for pad, own in pictures.items()}
     out: list[int] = []
     images: list[ImageInput] = []
     time: list[int] = []
@@ -46,16 +58,16 @@ def place(ids: list[int], pad: int, pictures: list[tuple[int, int, bytes]], fact
     across: list[int] = []
     position = 0
     for token in ids:
-        if token != pad:
+        if token not in waiting:
             out.append(token)
             for row in (time, down, across):
                 row.append(position)
             position += 1
             continue
-        height, width, pixels = next(waiting)
-        images.append(ImageInput(len(out), height, width, pixels))
+        height, width, data, frames = next(waiting[token])
+        images.append(ImageInput(len(out), height, width, data, frames))
         rows, columns = height // factor, width // factor
-        out += [pad] * (rows * columns)
+        out += [token] * (rows * columns)
         time += [position] * (rows * columns)
         down += [position + row for row in range(rows) for _ in range(columns)]
         across += [position + column for _ in range(rows) for column in range(columns)]

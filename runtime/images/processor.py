@@ -24,7 +24,7 @@ _CHANNELS = 3
 class ImageProcessor:
     """What preprocessor_config.json and the vision tower say. `patch`, `merge`: edges in pixels and in patches.
 
-    temporal            frames a patch spans; a picture stands still, so all are the same
+    temporal            frames a patch spans; of a picture, which stands still, all are the same
     min, max_pixels     of the picture after resizing
     scale, mean, std    a channel's value is (pixel * scale - mean) / std
     """
@@ -104,16 +104,27 @@ class ImageProcessor:
         return (height // self.factor) * (width // self.factor)
 
     def patches(self, pixels: np.ndarray) -> np.ndarray:
-        """uint8 [H, W, 3] -> float32 [H W / patch^2, 3 * temporal * patch^2].
+        """uint8 [F, H, W, 3], F 1 or `temporal` -> float32 [H W / patch^2, 3 * temporal * patch^2].
 
         Patches that become one token stand side by side: rows of tokens, tokens, then merge x merge patches.
         """
         mean, std = (np.array(channel, dtype=np.float32) for channel in (self.mean, self.std))
         values: np.ndarray = (pixels.astype(np.float32) * np.float32(self.scale) - mean) / std
-        high, wide = pixels.shape[0] // self.patch, pixels.shape[1] // self.patch
-        shape = (high // self.merge, self.merge, self.patch, wide // self.merge, self.merge, self.patch, _CHANNELS)
-        blocks = values.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
-        frames = np.broadcast_to(blocks[:, :, :, :, :, None], (*blocks.shape[:5], self.temporal, *blocks.shape[5:]))
+        count, high, wide = pixels.shape[0], pixels.shape[1] // self.patch, pixels.shape[2] // self.patch
+        shape = (
+            count,
+            high // self.merge,
+            self.merge,
+            self.patch,
+            wide // self.merge,
+            self.merge,
+            self.patch,
+            _CHANNELS,
+        )
+        blocks = values.reshape(shape).transpose(1, 4, 2, 5, 7, 0, 3, 6)
+        frames = np.broadcast_to(
+            blocks, (*blocks.shape[:5], self.temporal, *blocks.shape[6:])
+        )  # a picture stands still
         return np.ascontiguousarray(frames.reshape(high * wide, -1))
 
 

@@ -20,6 +20,7 @@ WISHES = ("auto", "host", "ipc", "nccl")
 TRANSPORTS = ("ipc", "host", "nccl")
 SECONDS = 90.0  # of one pair of children, their start included
 PROBE = "duovolt.runtime.parallel.probe"
+CLEARLY = 0.8
 _WORD = "expected host, ipc or nccl, and then nccl=BYTES and peer"
 
 
@@ -161,10 +162,13 @@ def _decide(wish: Wish, verdicts: dict[str, Verdict]) -> Choice:
 
 
 def _faster_from(nccl: dict[int, float], mailbox: dict[int, float]) -> int | None:
-    """The bytes from which NCCL is the faster one at every size measured; None if it is not at the largest."""
+    """The bytes from which NCCL is clearly the faster one at every size measured; None if it is not at the largest.
+
+    Its kernels take processors from what computes beside them, which a measurement of it alone does not show.
+    """
     found = None
     for size in sorted(nccl.keys() & mailbox.keys(), reverse=True):
-        if nccl[size] > mailbox[size]:
+        if nccl[size] > CLEARLY * mailbox[size]:
             break
         found = size
     return found

@@ -2,7 +2,8 @@
 
 `DUOVOLT_MAILBOX_FAULT=RANK:STEP:KIND`, KIND a delay in ms, `drop`, `stale` or `wrap`;
 `DUOVOLT_LOCKSTEP_FAULT=RANK:ROUND:KIND`, KIND `hash`, `position` or `count`;
-`DUOVOLT_START_FAULT=RANK:STAGE:KIND`, KIND a delay in ms, `never` or `twice`, stage 0 the hello, 1 the ready of a rank.
+`DUOVOLT_START_FAULT=RANK:STAGE:KIND`, KIND a delay in ms, `never` or `twice`, stage 0 the hello, 1 the ready of a rank;
+`DUOVOLT_LINK_FAULT=WAY=RANK:STEP:KIND`: a mailbox fault of one way (`ipc` or `host`) between two cards, while it is tried.
 Each fires once, at the first step (from 1), decode round (from 0) or stage that is not below the given one. `wrap` moves
 the counters of both ranks to just below 2^32.
 """
@@ -17,7 +18,8 @@ from ...checkpoint.errors import InputError
 MAILBOX_DOOR = "DUOVOLT_MAILBOX_FAULT"
 LOCKSTEP_DOOR = "DUOVOLT_LOCKSTEP_FAULT"
 START_DOOR = "DUOVOLT_START_FAULT"
-DOORS = (MAILBOX_DOOR, LOCKSTEP_DOOR, START_DOOR)
+LINK_DOOR = "DUOVOLT_LINK_FAULT"
+DOORS = (MAILBOX_DOOR, LOCKSTEP_DOOR, START_DOOR, LINK_DOOR)
 _KINDS = {
     MAILBOX_DOOR: ("drop", "stale", "wrap"),
     LOCKSTEP_DOOR: ("hash", "position", "count"),
@@ -45,8 +47,19 @@ class Fault:
 def read_fault(door: str) -> Fault | None:
     """The fault ordered by the variable `door`. Raises InputError if it does not read as one."""
     text = os.environ.get(door)
-    if not text:
-        return None
+    return _read(text, door) if text else None
+
+
+def trial_fault(way: str) -> str:
+    """The mailbox fault ordered for the trial of `way`; empty if there is none. Raises InputError as `read_fault`."""
+    ordered, _, text = os.environ.get(LINK_DOOR, "").partition("=")
+    if not ordered or ordered != way:
+        return ""
+    _read(text, MAILBOX_DOOR)
+    return text
+
+
+def _read(text: str, door: str) -> Fault:
     kinds, delays = _KINDS[door], door in _WITH_DELAY
     parts = text.split(":")
     valid = len(parts) == 3 and parts[0] in ("0", "1") and parts[1].isdecimal()

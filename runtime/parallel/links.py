@@ -7,6 +7,7 @@ maps it. What the ranks must tell each other first (the file's name, the handle)
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,18 +24,34 @@ from .shared import SharedFile
 
 Transport = Literal["host", "ipc"]
 GATHER_WORDS = 4 * 124160  # whole logits of four rows of half a vocabulary of the 27B
+WHOLE_BYTES = 20 << 20  # of fp16 parts that are copied in whole: 2048 tokens of the 27B
+WHOLE_FROM = 4 << 20  # below, words are sooner there (docs/benchmarks.md)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Room for whole parts, by the parity of the turn: the peer's, that is copied to, and one's own, by its address."""
+
+    peer: PeerBlock
+    offset: int
+    own: int
 
 
 class MailboxDevice:
-    """DeviceCollective over one link. `close` it before the memory of the peer goes."""
+    """DeviceCollective over one link. `close` it before the memory of the peer goes.
+
+    Large parts are copied in whole, where there is room for them, by the card's copy engine: it leaves the processors to
+    whatever computes beside it, and a word each way says when both copies are there.
+    """
 
     size = 2
 
-    def __init__(self, name: Transport, link: ops.Link, resources: list[Any]) -> None:
+    def __init__(self, name: Transport, link: ops.Link, resources: list[Any], whole: Whole | None = None) -> None:
         self.name: str = name
         self.rank = link.rank
         self.link = link
         self._resources = resources
+        self._whole, self._turn = whole, 0
         self._expired = link.expired.numpy()
         self._budget = link.budget_seconds
         ops.prepare(link.state.device)
@@ -50,10 +67,24 @@ class MailboxDevice:
 
     def reduce_large(self, part: Tensor, out: Tensor) -> None:
         check_reduce(part, out, limited=False)
-        most = 2 * self.link.slot
         flat, into = part.view(-1), out.view(-1)
+        whole = self._whole if flat.numel() * flat.element_size() >= WHOLE_FROM else None
+        most = 2 * self.link.slot if whole is None else WHOLE_BYTES // 2
         for begin in range(0, flat.numel(), most):
-            ops.reduce(self.link, flat[begin : begin + most], into[begin : begin + most])
+            piece, sums = flat[begin : begin + most], into[begin : begin + most]
+            if whole is None:
+                ops.reduce(self.link, piece, sums)
+            else:
+                self._reduce_whole(whole, piece, sums)
+
+    def _reduce_whole(self, whole: Whole, part: Tensor, out: Tensor) -> None:
+        """Room is used in turn: the peer has added what stood there, since it met this rank once more after that."""
+        room = self._turn % 2 * WHOLE_BYTES
+        self._turn += 1
+        stream = torch.cuda.current_stream(part.device).cuda_stream
+        whole.peer.put(part.data_ptr(), part.numel() * 2, whole.offset + room, stream)
+        ops.meet(self.link)
+        ops.join(self.link, part, whole.own + room, out)
 
     def gather(self, part: Tensor, out: Tensor) -> None:
         check_gather(part, out, self.size)
@@ -87,7 +118,10 @@ def open_mailbox(
     assert slot >= MAX_REDUCE_BYTES // 4, slot  # a word holds two values
     resources: list[Any] = []
     try:
-        addresses = (_open_host if name == "host" else _open_ipc)(mailbox, device.index or 0, slot, resources)
+        if name == "host":
+            addresses, whole = _open_host(mailbox, device.index or 0, slot, resources), None
+        else:
+            addresses, whole = _open_ipc(mailbox, device.index or 0, slot, resources)
     except DuovoltError:
         for resource in reversed(resources):
             resource.close()
@@ -108,7 +142,7 @@ def open_mailbox(
     expired = torch.zeros(1, dtype=torch.int32).pin_memory()
     torch.cuda.synchronize(device)
     link = ops.Link(*addresses, state, expired, budget_seconds, slot, mailbox.rank, far=name == "host")
-    made = MailboxDevice(name, link, resources)
+    made = MailboxDevice(name, link, resources, whole)
     exchange_bytes(mailbox, b"")  # both are ready before either pushes
     return made
 
@@ -137,9 +171,11 @@ def _open_host(mailbox: Mailbox, device: int, slot: int, resources: list[Any]) -
     return block.address + mailbox.rank * half, block.address + (1 - mailbox.rank) * half
 
 
-def _open_ipc(mailbox: Mailbox, device: int, slot: int, resources: list[Any]) -> tuple[int, int]:
+def _open_ipc(mailbox: Mailbox, device: int, slot: int, resources: list[Any]) -> tuple[tuple[int, int], Whole]:
+    inbox = -(-2 * slot * ops.WORD_BYTES // 256) * 256
+
     def allocate() -> tuple[DeviceBlock, dict[str, Any]]:
-        block = DeviceBlock(device, 2 * slot * ops.WORD_BYTES)
+        block = DeviceBlock(device, inbox + 2 * WHOLE_BYTES)
         resources.append(block)
         return block, {"handle": block.handle.hex()}
 
@@ -151,4 +187,4 @@ def _open_ipc(mailbox: Mailbox, device: int, slot: int, resources: list[Any]) ->
         return peer, {}
 
     peer, _ = attempt(mailbox, attach)
-    return own.address, peer.address
+    return (own.address, peer.address), Whole(peer, inbox, own.address + inbox)

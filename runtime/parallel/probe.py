@@ -7,6 +7,7 @@ bytes}`. Switches: `trusted`, peer memory is tried whatever the IOMMU does; `dis
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from ...checkpoint.errors import EnvironmentFault, InputError
 from ...kernels.peer import native_link, pci_address
 from .device import CpuDeviceCollective, DeviceCollective
+from .faults import MAILBOX_DOOR, trial_fault
 from .handshake import exchange_bytes, exchange_facts
 from .links import MailboxDevice, Transport, open_mailbox
 from .mailbox import MailboxCollective
@@ -85,6 +87,7 @@ def _open(twin: Twin, transport: str, device: torch.device, peer_memory: bool) -
     if transport == "cpu":
         return CpuDeviceCollective(MailboxCollective(twin.mailbox))
     if transport in ("ipc", "host"):
+        os.environ[MAILBOX_DOOR] = trial_fault(transport)  # a fault ordered of the ranks is none of the trial's
         return open_mailbox(cast(Transport, transport), twin.mailbox, device, BUDGET_SECONDS)
     if transport != "nccl":
         raise InputError(f"transport {transport!r} is unknown.")

@@ -88,7 +88,8 @@ class Api:
 
     def _check_key(self, request: Request) -> None:
         """The key as a bearer token, or in the header of Anthropic's clients."""
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else ""
         if self._plan.keys.admits(given or request.headers.get("x-api-key", "")):
             return
         raise ApiError(401, "wrong or missing API key", kind="authentication_error", code="invalid_api_key")

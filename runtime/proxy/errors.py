@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 _ANTHROPIC_KINDS = {
@@ -13,6 +15,9 @@ _ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+_LONGEST_MESSAGE = 1000  # characters: a message may repeat what a body holds, and a body is large
 
 
 class ApiError(Exception):
@@ -29,6 +34,7 @@ class ApiError(Exception):
         retry_after: int | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = message if len(message) <= _LONGEST_MESSAGE else message[:_LONGEST_MESSAGE] + "..."
         super().__init__(message)
         self.status = status
         self.message = message
@@ -36,6 +42,18 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = (headers or {}) | ({} if retry_after is None else {"Retry-After": str(retry_after)})
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same in the words of another API: for each name of a parameter, longer ones first, that API's.
+
+        In the message where it stands as a name: before a bracket, dot, colon or quote.
+        `param` becomes the outermost: text of text.format.
+        """
+        message = self.message
+        for name, other in names.items():
+            message = re.sub(rf"(?<![\w.]){re.escape(name)}(?=[\[.:)]| ')", other, message)
+        param = None if self.param is None else names.get(self.param, self.param).partition(".")[0]
+        return ApiError(self.status, message, kind=self.kind, param=param, code=self.code, headers=self.headers)
 
     def body(self) -> dict[str, Any]:
         """OpenAI's shape."""
@@ -57,3 +75,8 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unavailable(message: str, retry_after: int) -> ApiError:
     """503: ranks are loading, down or draining."""
     return ApiError(503, message, kind="server_error", code="unavailable", retry_after=retry_after)
+
+
+def queue_full(why: str) -> ApiError:
+    """429: there is no room for this request now."""
+    return ApiError(429, f"{why}. Try again later", kind="rate_limit_error", code="queue_full", retry_after=1)

@@ -132,9 +132,11 @@ def _function(rule: str, function: dict[str, Any]) -> list[str]:
     required = required if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     name = function["name"]
+    if any(sign in name for sign in ">\n"):
+        raise bad_request(f"tools: {name!r} cannot be written in a call of this model", "tools")
     parts, rules = [], []
     for number, (key, value) in enumerate(properties.items()):
-        if any(sign in f"{name}{key}" for sign in ">\n"):
+        if any(sign in key for sign in ">\n"):
             raise bad_request(f"tools: {key!r} of {name!r} cannot be written in a call of this model", "tools")
         part = f"{rule}_{number}"
         parts.append(part if key in required else part + "?")
@@ -178,18 +180,19 @@ def _options(schema: Any) -> list[str] | None:
 
 
 def _json(schema: dict[str, Any] | bool, *, strict: bool) -> str:
-    """A schema as the library takes it. Not strict: keywords that it does not know are passed over, not refused."""
+    """A schema as the library takes it. Not strict (of tools): keywords that it does not know are passed over, not refused."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    _check_cost(schema)
+    param = "response_format" if strict else "tools"
+    _check_cost(schema, param)
     own = {key: value for key, value in schema.items() if key != "x-guidance"}
     try:
         return json.dumps(own | {"x-guidance": _JSON_SPACE | {"lenient": not strict}}, ensure_ascii=True)
     except (RecursionError, ValueError) as error:
-        raise bad_request("the JSON schema is nested too deep", "response_format") from error
+        raise bad_request("the JSON schema is nested too deep", param) from error
 
 
-def _check_cost(schema: dict[str, Any]) -> None:
+def _check_cost(schema: dict[str, Any], param: str) -> None:
     """Refuse what the library's own limits do not bound."""
     left: list[Any] = [schema]
     while left:
@@ -200,15 +203,17 @@ def _check_cost(schema: dict[str, Any]) -> None:
             continue
         left += part.values()
         multiple, properties = part.get("multipleOf"), part.get("properties")
+        if isinstance(multiple, bool):  # a Python integer, but no JSON number
+            multiple = None
         if isinstance(multiple, int | float) and not 0 < _without_point(multiple) <= _MAX_MULTIPLE:
             raise bad_request(
                 f"the JSON schema has multipleOf {multiple}; its digits, without a point, may be 1 to {_MAX_MULTIPLE}",
-                "response_format",
+                param,
             )
         if isinstance(properties, dict) and len(properties) > _MAX_PROPERTIES:
             raise bad_request(
                 f"the JSON schema has an object of {len(properties)} properties, at most {_MAX_PROPERTIES}",
-                "response_format",
+                param,
             )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..messages import CancelRequest, GenerateRequest, TokenEvent
-from .errors import ApiError, bad_request, unavailable
+from .errors import ApiError, bad_request, queue_full, unavailable
 from .meters import Meters
 from .opened import Events, OpenRequest
 from .request_log import note_answer
@@ -91,11 +91,13 @@ class Hub:
             raise unavailable("the ranks are not ready", self.retry_after)
         if len(self._leaving) > _MOST_LEAVING:
             self.counters.rejected += 1
-            raise _full(f"{len(self._leaving)} answers whose clients have left are being ended")
+            raise queue_full(f"{len(self._leaving)} answers whose clients have left are being ended")
         if len(self._open) + count > self.capacity:
             self.counters.rejected += 1
             more = "" if count == 1 else f", and this request asks for {count} more"
-            raise _full(f"{len(self._open)} answers are running or waiting{more}; this server holds {self.capacity}")
+            raise queue_full(
+                f"{len(self._open)} answers are running or waiting{more}; this server holds {self.capacity}"
+            )
 
     def submit(self, requests: list[GenerateRequest], names: tuple[str, ...] = ()) -> list[OpenRequest]:
         """Number the requests and send them to all ranks; they share one queue of events.
@@ -230,7 +232,3 @@ class Hub:
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - _RATE_WINDOW_SECONDS:
             self._recent.popleft()
-
-
-def _full(why: str) -> ApiError:
-    return ApiError(429, f"{why}. Try again later", kind="rate_limit_error", code="queue_full", retry_after=1)

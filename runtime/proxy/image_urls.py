@@ -1,4 +1,4 @@
-"""Fetching a picture that a request names by URL: from public addresses only, bounded in bytes and seconds."""
+"""Fetching a picture or a video that a request names by URL: from public addresses only, bounded in bytes and seconds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fetch_image(url: str, allowed: Callable[[Address], bool] = is_public) -> byt
             link.do_handshake()
         connection = http.client.HTTPConnection(host, port)
         connection.sock = link
-        connection.request("GET", target, headers={"Accept": "image/*", "Connection": "close"})
+        connection.request("GET", target, headers={"Accept": "image/*, video/*", "Connection": "close"})
         data = _body(connection.getresponse(), host)
         if late.is_set():  # an end that this side made reads like the other's
             raise TimeoutError

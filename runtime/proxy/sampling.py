@@ -71,8 +71,12 @@ def stop_strings(body: SamplingBody) -> list[str]:
 
 
 def stop_ids(body: SamplingBody, tokenizer: TextTokenizer) -> list[int]:
-    """Ids that end the answer: the model's own and the request's."""
-    return sorted({*tokenizer.stop_ids, *(body.stop_token_ids or [])})
+    """Ids that end the answer: the model's own, then the request's as far as the tokenizer has them.
+
+    In this order, since a card knows of the first few only.
+    """
+    asked = {token for token in body.stop_token_ids or [] if token < tokenizer.size}
+    return [*tokenizer.stop_ids, *sorted(asked.difference(tokenizer.stop_ids))]
 
 
 def answer_length(prompt_tokens: int, asked: int | None, max_context: int, param: str) -> int:

@@ -6,12 +6,13 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from .errors import ApiError
+from .errors import ApiError, queue_full
 from .hub import Hub
 from .plan import ServePlan
 from .sampling import SamplingDefaults
@@ -20,10 +21,12 @@ from .supervisor import Supervisor
 from .workers import Workers
 
 MAX_BODY_BYTES = 32 << 20
+_LEAST_WAITING = 64  # also where the server holds fewer answers: to count tokens asks for none
 BODY_SECONDS = 60.0  # of silence in the middle of a body
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Service:
     async def read(self, request: Request, kind: type[B]) -> B:
         """The request's body. Raises ApiError 400, 408 (it stopped coming) or 413."""
         return decode_body(await _read(request), kind)
+
+    async def prepare(self, job: Callable[..., T], *arguments: Any) -> T:
+        """What `job`, the making of a prompt, gives. Raises ApiError 429 where more wait than could be answered anyway."""
+        if self.workers.waiting >= max(self.hub.capacity, _LEAST_WAITING):
+            self.hub.counters.rejected += 1
+            raise queue_full(f"{self.workers.waiting} requests wait to be read")
+        return await self.workers.run(job, *arguments)
 
     def stamp(self, request: Request) -> Stamp:
         """A fresh name, or the one that the client, or a gateway before it, gives with X-Request-Id if it is a plain one."""

@@ -103,6 +103,7 @@ class ServerState:
             "context_tokens": self.context_tokens,
             "max_context": self._plan.max_context,
             "images": self._plan.pictures is not None,
+            "videos": self._plan.pictures is not None and self._plan.pictures.videos is not None,
             "ranks": [
                 {
                     "rank": rank.number,

@@ -30,6 +30,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._unanswered_since: float | None = None
         self._ready_since: float | None = None  # of the current generation
+        self._pause = _FIRST_PAUSE  # before the next generation
         self.facts: dict[str, str] = {}
 
     @property
@@ -61,7 +62,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Raises the fault of the first start: a server that never worked must say so with its exit code."""
-        pause, first = _FIRST_PAUSE, True
+        first = True
         while not self._stopping.is_set():
             group = self._group = RankGroup(self._plan, self._hub.relay, first)
             try:
@@ -75,12 +76,10 @@ class Supervisor:
                 raise fault
             first = False
             self._hub.counters.restarts += 1
-            if self._ready_since is not None and time.monotonic() - self._ready_since > _STEADY_SECONDS:
-                pause = _FIRST_PAUSE
-            self._hub.retry_after = round(pause) + 1
-            print(f"duovolt serve: {fault} Ranks start again in {pause:g} s.", file=sys.stderr, flush=True)
-            await self._sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE)
+            self._hub.retry_after = round(self._pause) + 1
+            print(f"duovolt serve: {fault} Ranks start again in {self._pause:g} s.", file=sys.stderr, flush=True)
+            await self._sleep(self._pause)
+            self._pause = min(2 * self._pause, _LAST_PAUSE)
 
     async def _serve(self, group: RankGroup) -> RankFault | None:
         """One generation from start to fault (returned) or stop (None)."""
@@ -95,6 +94,7 @@ class Supervisor:
             start.result()
             self.facts = group.facts()
             self._hub.send = group.send
+            self._hub.retry_after = 1
             self._ready_since = time.monotonic()
             self._on_ready(self.facts)
             while not self._stopping.is_set() and not group.fault.done():
@@ -106,6 +106,9 @@ class Supervisor:
                 return None
             fault = group.fault.result()
             self._hub.send = None
+            if time.monotonic() - self._ready_since > _STEADY_SECONDS:
+                self._pause = _FIRST_PAUSE
+            self._hub.retry_after = round(self._pause) + 1
             self._hub.fail_all(unavailable(f"the answer was broken off: {fault}", self._hub.retry_after))
             return fault
         except RankFault as fault:

@@ -65,7 +65,7 @@ class ChatTemplate:
         except ApiError:
             raise
         except Exception as error:  # a template may fail in any way on what a client sends
-            raise bad_request(f"the chat template refuses these messages: {error}", "messages") from error
+            raise bad_request(f"the chat template refuses this conversation: {error}", "messages") from error
 
 
 def _read_source(path: Path) -> str:

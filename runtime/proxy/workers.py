@@ -17,10 +17,15 @@ class Workers:
     def __init__(self, limit: int) -> None:
         self._slots = asyncio.Semaphore(limit)
         self.running = 0
+        self.waiting = 0
 
     async def run(self, job: Callable[..., T], *arguments: Any) -> T:
         """The job's result, or what it raises. A cancelled caller leaves the job running, with its slot."""
-        await self._slots.acquire()
+        self.waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.waiting -= 1
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 

@@ -115,7 +115,8 @@ def _cuda(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingEngine
     settings = CudaSettings(
         **_settings(options),
         kv=options.kv,
-        graphs=options.graphs == "on",
+        graphs=options.graphs != "off",
+        overlap=options.graphs == "on",
         chunked_delta=options.delta == "chunked",
         draft_window=options.draft_window,
     )

@@ -1,6 +1,7 @@
 """Stage directories: finished and right, or visibly unfinished; and the manifest that says so."""
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -14,8 +15,9 @@ import pytest
 
 from duovolt.checkpoint.directory import MANIFEST
 from duovolt.checkpoint.errors import CheckFailed, EnvironmentFault, InputError
+from duovolt.checkpoint.lock import LOCK, DirectoryLock
 from duovolt.checkpoint.manifest import Manifest, read_manifest
-from duovolt.checkpoint.stage import JOURNAL, LOCK, AtomicFile, DirectoryLock, StageDirectory, disk_errors
+from duovolt.checkpoint.stage import JOURNAL, AtomicFile, StageDirectory, disk_errors
 from duovolt.tests.support import maker
 
 
@@ -68,7 +70,7 @@ def test_disk_faults_are_explained(tmp_path: Path, number: int) -> None:
 def test_a_lock_is_held_and_taken_over(tmp_path: Path) -> None:
     """O03: a live owner is named; a dead one's lock is no obstacle."""
     code = (
-        "import sys, pathlib; from duovolt.checkpoint.stage import DirectoryLock\n"
+        "import sys, pathlib; from duovolt.checkpoint.lock import DirectoryLock\n"
         "lock = DirectoryLock(pathlib.Path(sys.argv[1])).__enter__(); print('held', flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen(
@@ -85,6 +87,24 @@ def test_a_lock_is_held_and_taken_over(tmp_path: Path) -> None:
     with DirectoryLock(tmp_path):
         assert (tmp_path / LOCK).read_text().split()[0] == str(os.getpid())
     assert not (tmp_path / LOCK).exists()
+
+
+def test_a_lock_whose_file_was_removed_in_the_meantime_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last owner removes the file between our open and our lock: whoever comes next would lock another one."""
+    sound, removed = fcntl.flock, []
+
+    def late(handle: object, how: int) -> None:
+        if not removed:
+            removed.append((tmp_path / LOCK).unlink())
+        sound(handle, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("duovolt.checkpoint.lock.fcntl.flock", late)
+    with DirectoryLock(tmp_path):
+        assert (tmp_path / LOCK).read_text().split()[0] == str(os.getpid())
+        with pytest.raises(InputError, match="is writing here"), DirectoryLock(tmp_path):
+            pass
 
 
 def test_a_journal_of_another_identity(tmp_path: Path) -> None:
@@ -122,6 +142,24 @@ def test_a_journal_cut_off_in_its_first_line(tmp_path: Path) -> None:
         stage.put("x", b"1")
     with StageDirectory(tmp_path / "d", "second") as stage:
         assert stage.resume("x") == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"part": "/"}', b'{"part": ""}', b'{"part": "../x"}', b'{"part": "a\\u0000b"}', b'{"part": "."}', b'{"part": "..."}',
+        b'{"name": "x", "record": {"size": -1, "digest": ""}, "note": {}}', b'{"part": "x", "bytes": -5}', b"7", b"[" * 9000,
+    ],
+)  # fmt: skip
+def test_a_journal_of_rubbish_is_passed_over(tmp_path: Path, line: bytes) -> None:
+    with StageDirectory(tmp_path / "d", "first"):
+        pass
+    with (tmp_path / "d" / JOURNAL).open("ab") as handle:
+        handle.write(line + b"\n")
+    with StageDirectory(tmp_path / "d", "first") as stage:
+        stage.put("x", b"1")
+        assert stage.resume("x") is None, "an entry of this run is not an earlier one's"
+    assert (tmp_path / "d" / "x").read_bytes() == b"1" and not (tmp_path / "x").exists()
 
 
 def test_unfinished_is_refused_with_that_word(finished: Path) -> None:

@@ -222,7 +222,7 @@ def test_a_converted_directory_is_no_source(source: Path, tmp_path: Path, comman
 def test_a_second_run_at_the_same_time_stops_and_a_dead_ones_lock_is_taken_over(
     source: Path, tmp_path: Path, command: Command
 ) -> None:
-    from duovolt.checkpoint.stage import LOCK, DirectoryLock
+    from duovolt.checkpoint.lock import LOCK, DirectoryLock
 
     target = tmp_path / "converted"
     target.mkdir()

@@ -22,7 +22,7 @@ from duovolt.model.inventory import DRAFT_IDS, HEAD
 from duovolt.perf.shapes import configuration
 from duovolt.perf.synth import Specimen, write_source
 from duovolt.shard.split import shard
-from duovolt.tests.support.damage import edit_tensor, refit
+from duovolt.tests.support.damage import edit_manifest, edit_tensor, refit
 from duovolt.verify.proofs import verify
 
 ROWS = 1024
@@ -257,6 +257,15 @@ def test_verify_finds_damage_that_every_digest_fits(case: str, sources: Callable
     refit(tmp_path / "c")
     (failed,) = verify(None, tmp_path / "c").failed
     assert failed.name == "converted: draft head" and words in str(failed.failures[0])
+
+
+def test_ids_that_cannot_be_read_fail_the_proof_and_nothing_else(
+    sources: Callable[[str], Path], tmp_path: Path
+) -> None:
+    to(sources("bf16"), tmp_path / "c", recipe_file(tmp_path / "r", draft_head=ROWS))
+    edit_manifest(tmp_path / "c", lambda m: m["tensors"].pop(DRAFT_IDS))
+    proofs = {proof.name: proof for proof in verify(None, tmp_path / "c").failed}
+    assert "cannot be compared" in str(proofs["converted: draft head"].failures[0])
 
 
 def test_gathering_rows_keeps_whole_tile_rows() -> None:

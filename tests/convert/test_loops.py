@@ -191,6 +191,13 @@ def test_the_cache_may_be_damaged_or_absent(tmp_path: Path) -> None:
     assert found.returncode == 0 and found.stdout.startswith(("compiled", "numpy (")), found.stderr
 
 
+def test_a_user_without_a_home_has_a_place_for_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert Path(compiled._place_for_code()).is_dir()
+
+
 @pytest.mark.slow  # compiles anew, several times
 def test_processes_compile_at_once_and_without_a_place_to_keep_it(tmp_path: Path) -> None:
     places = [str(tmp_path), str(tmp_path), "/dev/null"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from duovolt.checkpoint.errors import InputError
-from duovolt.checkpoint.stage import DirectoryLock
+from duovolt.checkpoint.lock import DirectoryLock
 from duovolt.convert.download import download
 from duovolt.convert.standin import Fault
 
@@ -205,7 +205,10 @@ def test_interrupt_keeps_the_partial_and_is_quick(hub, whole, tmp_path, tree, co
     hub.faults.append(Fault("slow", SHARD, delay))
     arguments = command("download", REPO, dst, "--endpoint", hub.url)
     process = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    wait_for(dst / PART, 0, process)
+    deadline = time.monotonic() + 30
+    while hub.bytes_served(SHARD) < 16_384:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
     time.sleep(0.3)
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)

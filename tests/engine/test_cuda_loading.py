@@ -1,9 +1,12 @@
 """A rank's weights as the CUDA engine holds them, here on the CPU: each value once, exact, from proved bytes."""
 
 import json
+import os
 import shutil
+import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,9 @@ from duovolt.checkpoint.manifest import read_manifest
 from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import EMBED, TensorSpec, inventory
+from duovolt.runtime.engine.cuda import stream as stream_module
 from duovolt.runtime.engine.cuda.loading import load_cuda_weights, plan_load
+from duovolt.runtime.engine.cuda.stream import READERS
 from duovolt.runtime.engine.cuda.weights import CudaAttention, CudaDelta, CudaWeights, tensors_of
 from duovolt.runtime.engine.sources import open_source
 from duovolt.runtime.engine.weights import ModelWeights, load_weights
@@ -234,6 +239,28 @@ def test_a_missing_tensor_is_refused(stages: Path, tmp_path: Path) -> None:
         load_cuda_weights(broken, CPU)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("axis", 3), ("axis", -1), ("ranges", [[5, 2]]), ("ranges", [[32, 64]]), ("ranges", [[0, 2**60]]),
+        ("whole", {"shape": [1, 2], "layout": "v100-fp8", "digest": "0" * 32}),
+        ("whole", {"shape": [], "layout": "canonical", "digest": "0" * 32}),
+        ("whole", {"shape": [1], "layout": "nobody's", "digest": "0" * 32}),
+    ],
+)  # fmt: skip
+def test_a_rank_whose_records_of_the_cut_make_no_sense_is_refused(
+    stages: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    rank = shutil.copytree(stages / "ranks" / "rank-1-of-2", tmp_path / "rank")
+    tiled = [name for name, record in read_manifest(rank).tensors.items() if record.encoding == "fp8_e4m3/128x128"]
+    words = [name for name in tiled if name.endswith(".weight")]
+    edit_manifest(rank, lambda m: [m["tensors"][name]["split"].__setitem__(key, value) for name in words])
+    with pytest.raises(InputError):
+        load_weights(open_source(rank))
+    with pytest.raises(InputError):
+        load_cuda_weights(rank, CPU)
+
+
 @pytest.mark.parametrize("encoding", [*KINDS, "fp8_e4m3/16x16"])
 def test_every_encoding_of_a_matrix_is_served_and_a_quantised_embedding_is_told(tmp_path: Path, encoding: str) -> None:
     """L02: the verdict is given from headers, and says what to convert with."""
@@ -251,3 +278,22 @@ def test_every_encoding_of_a_matrix_is_served_and_a_quantised_embedding_is_told(
     converted(tmp_path / "bad", made, words=words, encoding=lambda spec: chosen(spec, encoding))
     with pytest.raises(InputError, match=r"embed_tokens.* is stored as .*Convert with a recipe that keeps it"):
         plan_load(tmp_path / "bad")
+
+
+def test_a_file_is_closed_after_the_last_reader_even_where_another_failed(
+    stages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number of a closed file may be that of another by then."""
+    ends: list[str] = []
+
+    def read(file: int, path: Path, begin: int, buffer: torch.Tensor) -> None:
+        if begin == 0:
+            raise InputError("the disk says no")
+        time.sleep(0.05)
+        os.fstat(file)
+        ends.append("read")
+
+    monkeypatch.setattr(stream_module, "_read_part", read)
+    with pytest.raises(InputError, match="the disk says no"):
+        load_cuda_weights(stages / "converted", torch.device("cpu"))
+    assert ends == ["read"] * (READERS - 1)

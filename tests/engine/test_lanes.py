@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from duovolt.runtime.engine.lane import Lane
 from duovolt.runtime.messages import SamplingParams
 
 
@@ -54,3 +55,17 @@ def test_a_used_lane_is_as_good_as_new(tools) -> None:
     tools.drive(engine, tools.request(1, [1, 2, 3] * 30, 40))
     again = tools.drive(engine, tools.request(2, [8, 9], 20))
     assert again.tokens[2] == tools.drive(tools.engine(source, drafts=2), tools.request(2, [8, 9], 20)).tokens[2]
+
+
+class Endless(list):
+    """Stop ids that a client may send by the hundred thousand: walking through them at every token is an error."""
+
+    def __contains__(self, token: object) -> bool:
+        raise AssertionError("the list was walked through")
+
+
+def test_a_token_is_looked_up_among_the_stop_ids_not_searched_for(tools) -> None:
+    request = tools.request(1, [1], 9)
+    request.stop_ids = Endless([7])
+    lane = Lane(0, request, 9, [0])
+    assert lane.cut([5, 7, 8]) == ([5, 7], "stop")

@@ -10,6 +10,7 @@ from duovolt.runtime.engine.claims import AHEAD, Claims
 from duovolt.runtime.engine.kv import PagedKV
 from duovolt.runtime.engine.lane import Lane
 from duovolt.runtime.engine.pages import PAGE, PagePool, pages_for
+from duovolt.runtime.engine.prefix import Prefix
 from duovolt.runtime.messages import GenerateRequest, SamplingParams
 
 
@@ -74,6 +75,31 @@ def test_the_lowest_free_pages_come_first() -> None:
     assert pool.take(1) == [1] and not pool.idle
     with pytest.raises(AssertionError, match="of 0 free"):
         pool.take(1)
+
+
+class Kept:
+    """Prefixes that may be let go, the first first."""
+
+    def __init__(self, pool: PagePool, *prefixes: Prefix) -> None:
+        self.pool, self.left = pool, list(prefixes)
+
+    def evict(self) -> None:
+        self.pool.forget(self.left.pop(0).pages)
+
+
+@pytest.mark.parametrize("pages, enough", [(3, False), (4, True)])
+def test_a_page_to_copy_from_makes_no_room_while_it_is_copied(pages: int, enough: bool) -> None:
+    pool = PagePool(pages)
+    pool.keep(pool.take(2))
+    pool.drop([0, 1])
+    prefix = Prefix(b"", b"", 2 * PAGE, PAGE, [0, 1], None)  # the first page is shared, the second copied
+    claims = Claims(pool, Kept(pool, prefix))  # type: ignore[arg-type]
+    claim = claims.claim(0, 3 * PAGE - AHEAD, 3 * PAGE, prefix)
+    assert (claim is not None) == enough
+    if claim is None:
+        assert (pool.free, pool.idle, claims.outstanding) == (pages - 2, 2, 0)
+    else:
+        assert claim.pages == [0, 2, 3] and claim.copies == [(1, 2)]
 
 
 @given(start=st.integers(0, 200), count=st.integers(1, 120))

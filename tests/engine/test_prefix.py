@@ -182,6 +182,17 @@ def test_echoed_prompts_are_read_whole(tools, source) -> None:
         assert sum(len(event.prompt_logprobs) for event in run.events[number]) == 89
 
 
+def test_what_was_read_anew_is_the_last_to_go(tools, source) -> None:
+    """A lane that did not go on from a prefix, and comes to its end, has used it too."""
+    engine = caching(tools, source, prefix_bytes=2 * caching(tools, source).executor.state_bytes)
+    for number, seed in enumerate((1, 2, 1, 3)):
+        echoed = tools.request(number, text(seed, 90), 1, sampling=SCORED, echo_logprobs=True)
+        tools.drive(engine, echoed)
+    assert len(engine.prefixes) == 2
+    found = [cached(tools.drive(engine, tools.request(seed, [*text(seed, 90), 7], 1)).events[seed]) for seed in (1, 2)]
+    assert found == [90, 0]
+
+
 def test_a_broken_answer_takes_what_was_kept_of_it_along(tools, source) -> None:
     engine = caching(tools, source)
     tools.drive(engine, tools.request(1, text(1, 100), 5))

@@ -16,14 +16,18 @@ from duovolt.runtime.engine.reference import ReferenceExecutor
 from duovolt.runtime.engine.sources import open_source
 from duovolt.runtime.engine.vision import PromptImages, VisionTower
 from duovolt.runtime.engine.weights import load_weights
-from duovolt.runtime.images.placing import Placed, place
+from duovolt.runtime.images.placing import Pixels, Placed, place
 from duovolt.runtime.images.processor import ImageProcessor
 from duovolt.runtime.messages import GenerateRequest, ImageInput, SamplingParams
 from duovolt.runtime.parallel.base import Collective, SoloCollective
 
 TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
-PAD, START, END = 3029, 3027, 3028
-SIZES = {"one": [(64, 96)], "two": [(96, 64), (160, 128)]}
+PAD, VIDEO, START, END = 3029, 3030, 3027, 3028
+SIZES: dict[str, list[tuple[int, ...]]] = {
+    "one": [(64, 96)],
+    "two": [(96, 64), (160, 128)],
+    "a picture and a video": [(64, 96), (3, 64, 32)],  # three groups of two frames
+}
 CONTEXT = 256
 
 
@@ -36,21 +40,34 @@ def tower(weights: Any) -> VisionTower:
     return VisionTower(weights.vision, ImageProcessor.read(TINY, tiny().config.vision))
 
 
-def prompt(sizes: list[tuple[int, int]], seed: int = 5) -> Placed:
-    """Words, then each picture with words behind it."""
+def prompt(sizes: list[tuple[int, ...]], seed: int = 5) -> Placed:
+    """Words, then each picture, or each group of a video's frames (groups, height, width), with words behind it."""
     generator = np.random.default_rng(seed)
     ids = generator.integers(0, 3000, 9).tolist()
-    pictures = []
-    for height, width in sizes:
-        ids += [START, PAD, END, *generator.integers(0, 3000, 7).tolist()]
-        pictures.append((height, width, generator.integers(0, 256, 3 * height * width, dtype=np.uint8).tobytes()))
-    return place(ids, PAD, pictures, 32)
+    shown: dict[int, list[Pixels]] = {PAD: [], VIDEO: []}
+    for *groups, height, width in sizes:
+        pad, frames = (VIDEO, 2) if groups else (PAD, 1)
+        for _ in range(groups[0] if groups else 1):
+            ids += [START, pad, END, *generator.integers(0, 3000, 7).tolist()]
+            data = generator.integers(0, 256, 3 * frames * height * width, dtype=np.uint8).tobytes()
+            shown[pad].append(Pixels(height, width, data, frames))
+    return place(ids, shown, 32)
 
 
-def patches(placed: Placed, processor: ImageProcessor) -> tuple[Tensor, Tensor]:
-    shaped = [np.frombuffer(i.pixels, np.uint8).reshape(i.height, i.width, 3) for i in placed.images]
-    values = torch.from_numpy(np.concatenate([processor.patches(one) for one in shaped]))
-    return values, torch.tensor([[1, i.height // 16, i.width // 16] for i in placed.images])
+def patches(placed: Placed, processor: ImageProcessor) -> dict[str, Tensor]:
+    """As transformers takes them: pictures, and every video's groups as one."""
+    found = {}
+    for name, grid, of_video in (
+        ("pixel_values", "image_grid_thw", False),
+        ("pixel_values_videos", "video_grid_thw", True),
+    ):
+        some = [image for image in placed.images if (image.frames > 1) == of_video]
+        if some:
+            shaped = [np.frombuffer(i.pixels, np.uint8).reshape(i.frames, i.height, i.width, 3) for i in some]
+            found[name] = torch.from_numpy(np.concatenate([processor.patches(one) for one in shaped]))
+            grids = [[1, i.height // 16, i.width // 16] for i in some]
+            found[grid] = torch.tensor([[len(some), *grids[0][1:]]] if of_video else grids)
+    return found
 
 
 @cache
@@ -65,12 +82,12 @@ def peer() -> Any:
 @torch.no_grad()
 def peer_answer(placed: Placed, count: int) -> tuple[Tensor, list[int]]:
     """Logits of the prompt [T, V], and `count` greedy tokens, the whole sequence read anew for each."""
-    values, grid = patches(placed, ImageProcessor.read(TINY, tiny().config.vision))
+    shown = patches(placed, ImageProcessor.read(TINY, tiny().config.vision))
     ids, first = list(placed.ids), None
     for _ in range(count + 1):
         tokens = torch.tensor([ids])
         logits = peer()(
-            input_ids=tokens, pixel_values=values, image_grid_thw=grid, mm_token_type_ids=(tokens == PAD).int(),
+            input_ids=tokens, **shown, mm_token_type_ids=(tokens == PAD).int() + 2 * (tokens == VIDEO).int(),
             attention_mask=torch.ones_like(tokens), use_cache=False,
         ).logits[0]  # fmt: skip
         first = logits if first is None else first
@@ -88,10 +105,13 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def test_tower_and_logits(name: str) -> None:
     placed, weights = prompt(SIZES[name]), load_weights(tiny())
     reader, model = tower(weights), Model(weights, SoloCollective(), CONTEXT)
-    values, grid = patches(placed, reader.processor)
-    wanted = peer().model.visual(values, grid_thw=grid).pooler_output
+    shown = patches(placed, reader.processor)
+    wanted = [peer().model.visual(shown["pixel_values"], grid_thw=shown["image_grid_thw"]).pooler_output]
+    if "pixel_values_videos" in shown:
+        videos = peer().model.visual(shown["pixel_values_videos"], grid_thw=shown["video_grid_thw"])
+        wanted.append(videos.pooler_output)
     found = torch.cat([reader.embed(image) for image in placed.images])
-    assert relative(found, wanted) < 1e-5
+    assert relative(found, torch.cat(wanted)) < 1e-5
     count = len(placed.ids)
     slots = Cache.for_one(weights, count)
     rows = PromptImages(placed.images, reader).rows(0, count)
@@ -106,7 +126,7 @@ def engine_of(source: Any, collective: Collective, **settings: Any) -> Engine:
     shared = {"lanes": settings.pop("lanes", 1), "n_sampleable": 3031, "max_context": CONTEXT}
     own = {name: settings.pop(name) for name in ("drafts", "pages") if name in settings}
     executor = ReferenceExecutor(model, **{"drafts": 0, **own}, tower=reader, **shared)
-    return Engine(executor, processor=reader.processor, image_token=PAD, **shared, **settings)
+    return Engine(executor, processor=reader.processor, image_token=PAD, video_token=VIDEO, **shared, **settings)
 
 
 def request(placed: Placed, number: int = 1, **fields: Any) -> GenerateRequest:
@@ -129,8 +149,22 @@ def test_greedy_answers(tools: Any, name: str) -> None:
     assert run.tokens[1] == wanted
 
 
+def test_the_cuda_engine_reads_the_video(tools: Any) -> None:
+    """On the kernels' references, in chunks that cut groups of frames."""
+    from duovolt.runtime.engine.cuda.executor import CudaExecutor
+    from duovolt.runtime.engine.cuda.loading import load_cuda_weights
+    from duovolt.runtime.parallel.device import SoloDevice
+
+    placed, (weights, _) = prompt(SIZES["a picture and a video"]), load_cuda_weights(TINY, torch.device("cpu"))
+    reader, shared = tower(weights), {"lanes": 1, "n_sampleable": 3031, "max_context": CONTEXT}
+    executor = CudaExecutor(weights, SoloDevice(), drafts=2, int8=False, tower=reader, **shared)
+    tokens = {"image_token": PAD, "video_token": VIDEO}
+    engine = Engine(executor, processor=reader.processor, prefill_chunk=13, **tokens, **shared)
+    assert tools.drive(engine, request(placed)).tokens[1] == peer_answer(placed, 16)[1]
+
+
 def test_two_ranks_answer_as_one(tools: Any) -> None:
-    placed = prompt(SIZES["two"])
+    placed = prompt(SIZES["a picture and a video"])
     alone = tools.drive(engine_of(tiny(), SoloCollective(), prefill_chunk=16), request(placed))
 
     def work(collective: Collective) -> Any:
@@ -195,6 +229,9 @@ def test_the_draft_layer_sees_the_picture(tools: Any) -> None:
         ({"start": -1}, {}, "expected 0 to"),
         ({"height": 33}, {}, "not whole tokens"),
         ({"height": 0}, {}, "not whole tokens"),
+        ({"frames": 2}, {}, "has 18432 bytes, expected 36864"),
+        ({"frames": 2, "pixels": bytes(36864)}, {}, "not all 3030"),
+        ({"frames": 3, "pixels": bytes(55296)}, {}, "3 frames: a picture has one, a video's group 2"),
         ({"height": 32}, {}, "has 18432 bytes, expected 9216"),
         ({"height": 1024, "width": 1024, "pixels": bytes(3 << 20)}, {}, "at most 262144 pixels"),
         ({}, {"rope_positions": None}, "no rope_positions"),
@@ -208,6 +245,18 @@ def test_requests_that_make_no_sense(tools: Any, image: dict[str, Any], fields: 
         engine_of(tiny(), SoloCollective()), request(placed, **({"images": [ImageInput(**whole)]} | fields))
     )
     assert run.finish(1) == "error" and words in run.events[1][-1].error
+
+
+def test_a_picture_must_lie_in_the_prompt_whole(tools: Any) -> None:
+    placed = prompt(SIZES["one"])
+    first = placed.images[0]
+    end = first.start + first.height * first.width // 32**2
+    for length, whole in ((end - 1, False), (end, True)):
+        rope = [row[:length] for row in placed.rope_positions]
+        short = request(Placed(placed.ids[:length], [first], rope))
+        run = tools.drive(engine_of(tiny(), SoloCollective()), short)
+        assert (run.finish(1) != "error") == whole, run.events[1][-1].error
+        assert whole or f"to {end - 1}, expected 0 to {end - 2}" in run.events[1][-1].error
 
 
 def test_a_model_without_a_tower_says_so(tools: Any) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from duovolt.checkpoint.errors import InputError
 from duovolt.model.config import ModelConfig
 from duovolt.runtime.images.decoding import MAX_IMAGE_BYTES, ImageFault, Picture
-from duovolt.runtime.images.placing import place
+from duovolt.runtime.images.placing import Pixels, place
 from duovolt.runtime.images.processor import ImageProcessor
 
 TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
@@ -42,7 +42,7 @@ def test_patches_are_those_of_transformers(size: tuple[int, int]) -> None:
     peer = processors.Qwen2VLImageProcessorPil(**json.loads((TINY / "preprocessor_config.json").read_text()))
     wanted = peer(Image.open(io.BytesIO(data)), return_tensors="np")
     pixels = read(data)
-    found = PROCESSOR.patches(pixels)
+    found = PROCESSOR.patches(pixels[None])
     rows, columns = pixels.shape[0] // 16, pixels.shape[1] // 16
     assert wanted["image_grid_thw"].tolist() == [[1, rows, columns]]
     assert found.shape == wanted["pixel_values"].shape and found.dtype == np.float32
@@ -140,11 +140,11 @@ def test_without_a_file_the_family_decides(tmp_path: Path) -> None:
 
 def test_positions_around_a_picture() -> None:
     """Two words, a picture of 2 x 3 tokens, a word: what follows goes on after the larger extent."""
-    placed = place([7, 8, 99, 9], 99, [(64, 96, b"")], 32)
+    placed = place([7, 8, 99, 9], {99: [Pixels(64, 96, b"")]}, 32)
     assert placed.ids == [7, 8, *[99] * 6, 9]
     assert placed.rope_positions == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],
         [0, 1, 2, 2, 2, 3, 3, 3, 5],
         [0, 1, 2, 3, 4, 2, 3, 4, 5],
     ]
-    assert place([7, 8], 99, [], 32).rope_positions is None
+    assert place([7, 8], {99: []}, 32).rope_positions is None

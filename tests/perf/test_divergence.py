@@ -10,6 +10,7 @@ from duovolt.cli.main import main
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import load_recipe
 from duovolt.perf.divergence import Predictor, divergence
+from duovolt.perf.whole_model import whole_model
 from duovolt.runtime.engine.loading import EngineSettings, load_engine
 from duovolt.runtime.messages import GenerateRequest, SamplingParams
 from duovolt.runtime.parallel.base import SoloCollective
@@ -76,3 +77,15 @@ def test_one_rank_of_several_is_no_reference(quantised: Path, tmp_path: Path) ->
     shard(quantised, tmp_path / "ranks", 2)
     with pytest.raises(InputError, match="one of 2 ranks"):
         Predictor(tmp_path / "ranks" / "rank-0-of-2", 16)
+
+
+def test_a_folder_of_ranks_is_a_model(quantised: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `serve` takes it; of several ranks none predicts alone, which is said with what to do."""
+    shard(quantised, tmp_path / "one", 1)
+    shard(quantised, tmp_path / "two", 2)
+    assert whole_model(tmp_path / "one") == tmp_path / "one" / "rank-0-of-1"
+    assert whole_model(quantised) == quantised
+    assert main(["eval", str(tmp_path / "two")]) == 2
+    assert "2 ranks" in (said := capsys.readouterr().err) and "--url" in said and "tokenizer" not in said
+    assert main(["eval", str(quantised), "--against", str(tmp_path / "two")]) == 2
+    assert "2 ranks" in capsys.readouterr().err

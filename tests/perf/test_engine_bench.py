@@ -16,6 +16,7 @@ from duovolt.perf.curve import READ, Point, Series
 from duovolt.perf.engine import Alone, Bench, breakdown, family_of, floor_of, prompt_operations
 from duovolt.perf.forecast_file import read_measured
 from duovolt.perf.ledger import Shape, ledger_of
+from duovolt.perf.pair import words_of
 from duovolt.perf.random_weights import random_weights
 from duovolt.perf.shapes import configuration
 from duovolt.perf.sheet import sheet_of
@@ -90,7 +91,7 @@ def test_the_floor_is_the_sum_of_plain_reads() -> None:
     large = sum(x.read for x in ledger.launches if x.family in ("linear", "head", "attention", "delta"))
     assert floor_of(ledger, flat) == pytest.approx(large / 100e9 * 1e3, rel=1e-6)
     sums = sum(x.family == "collective" for x in ledger.launches)
-    assert floor_of(ledger, flat, 5.0) - floor_of(ledger, flat) == pytest.approx(sums * 5e-3)
+    assert floor_of(ledger, flat, lambda launch: 5e-6) - floor_of(ledger, flat) == pytest.approx(sums * 5e-3)
     assert sums > 0
 
 
@@ -144,7 +145,7 @@ def test_the_second_rank_is_told_to_measure_the_same() -> None:
         "x.json",
     ]
     first = parser.parse_args(given)
-    words = bench_engine._words(first)
+    words = words_of("engine", first)
     assert words[:2] == ["bench", "engine"]
     second = parser.parse_args([*words[2:], "--twin", "name"])
     parted = {name for name, value in vars(first).items() if getattr(second, name) != value}

@@ -1,60 +1,152 @@
 """`bench launches`: every kernel of a round is set up at its real shape; forecasts take what was measured."""
 
 import json
+from dataclasses import replace as with_field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.cli.main import main
-from duovolt.kernels import attention, delta, linear, norm, rope
-from duovolt.perf import kernels, launch_measure
+from duovolt.kernels import norm
+from duovolt.perf import launch_measure
 from duovolt.perf.cards import load_card
-from duovolt.perf.launch_file import LaunchTime, LaunchTimes, at_bytes, coverage, distinct, read_launch_times
+from duovolt.perf.device_timing import Timing
+from duovolt.perf.launch_file import Chain, LaunchTime, LaunchTimes, at_bytes, coverage, read_launch_times
+from duovolt.perf.launch_measure import Costs, Found, Subject, Wanted, layers_of, lone, measure_subject, shortened
 from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.machine import Machine
-from duovolt.perf.model_source import sheet_at
+from duovolt.perf.model_source import model_at, sheet_at
 from duovolt.perf.predict import Setting, forecast
 
 MACHINE = Machine(
     card="NVIDIA H200", capability=(9, 0), multiprocessors=132, core_mhz=1980, memory_mhz=3201, bus_bits=6144,
     l2_bytes=1, memory_bytes=1, driver="580.1", torch="2.11", cuda="13.0", duovolt="0", date="2026-01-01",
 )  # fmt: skip
-NOT_MEASURED = {"attention_merge", "round_rows", "round_advance", "embed_fp32", "elementwise", "round_scatter"}
+CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch references in place of the kernels, and one copy in place of a pool."""
-    for module, names in ((kernels, ("linears", "swiglu")),):
-        for name in names:
-            monkeypatch.setattr(module, name, getattr(linear, f"{name}_reference"))
-    for source, name in (
-        (norm, "rms_norm"), (norm, "gated_rms_norm"), (norm, "embed"), (rope, "qkv_rope"),
-        (attention, "decode_attention"), (delta, "delta_decode"),
-    ):  # fmt: skip
-        monkeypatch.setattr(launch_measure, name, getattr(source, f"{name}_reference"))
-    monkeypatch.setattr(launch_measure, "copies_of", lambda nbytes, pool: 2)
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp16"])
-def test_every_large_launch_of_a_round_can_be_called(on_the_host: None, kv: str) -> None:
-    """At the bundled model's shapes but for its heads, which the kernels' fixed ones replace."""
-    ledger = ledger_of(sheet_at("tiny", 2, None), Shape(context=150, drafts=2, lanes=2, kv=kv))
-    called = set()
-    for launch in distinct(ledger.launches):
-        calls = launch_measure._calls(launch, torch.device("cpu"))
-        assert calls is not None and len(calls) >= 2, launch.key
-        out = calls[0]()
-        first = out[0] if isinstance(out, list) else out
-        rows = launch.tokens * launch.lanes
-        assert isinstance(first, torch.Tensor) and first.shape[0] == rows, launch.key
-        called.add(launch.kernel)
-    assert {launch.kernel for launch in ledger.launches} - called - NOT_MEASURED <= {
-        "reduce", "gather", "sampling_adjust", "sampling_judge", "sampling_draw",
-    }  # fmt: skip
+class Halves:
+    """A link of two ranks that are alike; with `norming`, it goes on to the norm behind a sum, as the mailbox does."""
+
+    def __init__(self, norming: bool) -> None:
+        self.rank, self.size, self.name = 0, 2, "ipc"
+        if norming:
+            self.reduce_norm = self._reduce_norm
+
+    def reduce(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(2 * part.float())
+
+    reduce_large = reduce
+
+    def gather(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.cat((part, part), dim=1))
+
+    def _reduce_norm(
+        self, part: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, overflows: Any
+    ) -> None:
+        norm.rms_norm_reference(x, weight, eps, delta=2 * part.float(), out=out, overflows=overflows)
+
+    def check(self) -> None:
+        return None
+
+
+def subject(tp: int = 1, link: Any = None, wanted: Wanted | None = None) -> Subject:
+    model = model_at("tiny", tp, None)
+    return Subject(model, 0, link or lone(model), wanted or Wanted([100], 2, 2), CPU)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("tp", "norming", "kv"), [(1, False, "int8"), (1, False, "fp16"), (2, False, "int8"), (2, True, "int8")]
+)
+def test_the_ledger_has_the_launches_that_the_engine_makes(tp: int, norming: bool, kv: str) -> None:
+    """Every call of a round, by its shapes and in its order, drafts and exchanges included."""
+    own = subject(tp, Halves(norming) if tp == 2 else None, Wanted([100], 2, 2, kv))
+    (calls,) = own.rounds()
+    ledger = ledger_of(shortened(own.model).sheet(), Shape(100, 2, 2, kv))
+    within = {"attention_int8", "attention_fp16", "sampling_adjust", *(["reduce_norm"] if norming else [])}
+    counted = [launch.key for launch in ledger.launches if launch.within not in within]
+    if not norming:
+        counted = [key.replace("reduce_norm", "reduce") for key in counted]
+    staging = [key for key in counted if key.startswith("elementwise")]
+    assert len(staging) == 2 and staging[0] == calls[-1].key  # of one call
+    made = [call.key for call in calls[:-1]]
+    assert made == [key for key in counted if key not in staging]
+    assert [round(call.nbytes) for call in calls if call.op == "decode_attention"][-1] == pytest.approx(
+        next(launch.kv for launch in ledger.launches if launch.family == "attention" and launch.part == "verify"),
+        rel=0.2,
+    )
+
+
+@torch.inference_mode()
+def test_a_copied_call_has_memory_of_its_own() -> None:
+    (calls,) = subject().rounds()
+    for call in calls:
+        made: dict[int, Any] = {}
+        other = call.copied(made)
+        assert other.key == call.key and other.cold_bytes == call.cold_bytes
+        mine, theirs = ({part.data_ptr() for part in one.cold_tensors()} for one in (call, other))
+        assert not mine & theirs and len(mine) == len(theirs)
+        assert (
+            call.copied(made).cold_tensors() == []
+            or {part.data_ptr() for part in call.copied(made).cold_tensors()} == theirs
+        )  # what calls share is copied once
+        if call.op in ("linear", "linears", "swiglu", "decode_attention"):
+            first, second = call(), other()
+            for left, right in zip(*(x if isinstance(x, list) else [x] for x in (first, second)), strict=True):
+                assert torch.equal(left, right), call.key
+    assert {call.op for call in calls if call.cold_reads} == {
+        "linear",
+        "linears",
+        "swiglu",
+        "decode_attention",
+        "delta_decode",
+    }
+
+
+@torch.inference_mode()
+def test_every_call_is_timed_once_and_the_layers_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that gives every launch 10 us, and 20 us more to a graph as a whole."""
+    sizes: list[int] = []
+
+    def clock(launches: Any, device: torch.device, repeats: int = 0, together: Any = None) -> Timing:
+        sizes.append(len(launches))
+        return Timing(10e-6 + 20e-6 / len(launches), 0.01)
+
+    monkeypatch.setattr(launch_measure, "time_queued", clock)
+    own, found, told = subject(wanted=Wanted([100, 150], 2, 1)), Found(), []
+    measure_subject(own, found, Costs(20e-6), None, told.append)
+    keys = [one.key for one in told]
+    assert len(keys) - len(set(keys)) == 2  # only attention, of the pass and of a draft, goes by depth
+    for one in told:
+        assert one.seconds == pytest.approx(5e-6 if one.key.startswith("elementwise") else 10e-6)
+    (chain,) = found.chains
+    (calls, _) = own.rounds()
+    assert (
+        chain.calls == len(layers_of(calls)) == 4 * 6 + 3 * 2 + 2 + 1
+    )  # a layer: two norms, four products; final norm
+    assert chain.seconds == pytest.approx(chain.alone) and chain.gap == pytest.approx(0, abs=1e-12)
+    assert min(sizes) >= 2
+
+
+def test_a_shortened_model_has_every_kind_of_layer() -> None:
+    model = model_at("qwen3.8-27b", 1, None)
+    short = shortened(model)
+    assert len(short.config.text.layer_types) == 4 and short.config.text.hidden_size == 5120
+    name = "model.language_model.layers.9.mlp.down_proj.weight"
+    odd = shortened(with_field(model, encodings=model.encodings | {name: "fp8_e4m3"}))
+    assert len(odd.config.text.layer_types) == 10
+    counted = {launch.key for launch in ledger_of(short.sheet(), Shape(8192, 3)).launches}
+    assert counted == {launch.key for launch in ledger_of(model.sheet(), Shape(8192, 3)).launches}
 
 
 def test_a_round_has_the_launches_that_a_profile_counted() -> None:
@@ -72,8 +164,9 @@ def test_a_round_has_the_launches_that_a_profile_counted() -> None:
 def times_of(tmp_path: Path, scale: float = 1.0) -> Path:
     launches = []
     for context in (8192, 32768):
-        for launch in distinct(ledger_of(sheet_at("qwen3.8-27b", 1, None), Shape(context, 3)).launches):
-            launches.append(LaunchTime(launch.key, launch.moved, scale * (1e-6 + launch.moved / 1e12)))
+        ledger = ledger_of(sheet_at("qwen3.8-27b", 1, None), Shape(context, 3))
+        for key, launch in {(one.key, one.moved): one for one in ledger.launches if not one.within}.items():
+            launches.append(LaunchTime(key[0], launch.moved, scale * (1e-6 + launch.moved / 1e12)))
     launches.append(LaunchTime("x", 1.0, 0.0, why="no measurement of this kernel"))
     path = tmp_path / "launches.json"
     path.write_bytes(LaunchTimes(MACHINE, ["qwen3.8-27b"], launches).encode())
@@ -91,15 +184,56 @@ def test_a_forecast_adds_up_what_was_measured(tmp_path: Path, capsys: pytest.Cap
         linears = [launch for launch in own if launch.family in ("linear", "head")]
         total = found.families["linear"][2] + found.families["head"][2]
         assert total == pytest.approx(sum(1e-6 + launch.moved / 1e12 for launch in linears))
-        assert coverage(ledger.launches, card.exact) == (len(own), 597)
+        within = sum(bool(launch.within) for launch in ledger.launches)
+        assert coverage(ledger.launches, card.exact) == (len(own) + within, 597) == (597, 597)
     command = ["predict", "qwen3.8-27b", "--card", "h200", "--drafts", "3", "--context", "8192"]
     assert main([*command, "--launches", str(path)]) == 0
-    assert "of 597 launches were measured alone" in capsys.readouterr().out
+    assert "of 597 launches were measured" in capsys.readouterr().out
+
+
+def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = ledger_of(sheet_at("qwen3.8-27b", 2, None), Shape(8192, 3))
+    keys = {launch.key for launch in ledger.launches if not launch.within}
+    launches = [LaunchTime(key, 0.0, 3e-6) for key in keys]
+    chains = [Chain("qwen3.8-27b, recipe v100", 2, 50, 200e-6, 150e-6), Chain("another", 2, 50, 1e-3, 1e-6)]
+    card = load_card("h200").with_launches([LaunchTimes(MACHINE, [], launches, chains, 7e-6)])
+    found = forecast(ledger, card, Setting(link="measured"))
+    calls = sum(not launch.within for launch in ledger.launches)
+    assert calls == 735 - 19 - 8 - (
+        134 - 4
+    )  # merges, two of three samplers a draw, norms behind a sum but for last ones
+    assert found.seconds == pytest.approx(calls * 4e-6 + 7e-6)
+    assert found.families["gaps"][2] == pytest.approx(calls * 1e-6) and found.families["replay"][2] == 7e-6
+    path = tmp_path / "two.json"
+    path.write_bytes(LaunchTimes(MACHINE, [], launches, chains, 7e-6).encode())
+    command = ["predict", "qwen3.8-27b", "--card", "h200", "--drafts", "3", "--context", "8192", "--tp", "2"]
+    assert main([*command, "--launches", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "735 of 735 launches were measured" in out
+        and "link measured" in out
+        and f"{found.seconds * 1e3:.2f} ms a round" in out
+    )
+    apart = [replace(one, key=one.key.replace("reduce_norm", "reduce")) for one in launches]
+    apart += [LaunchTime(f"rms_norm_delta 5120 T{tokens} x1", 0.0, 2e-6) for tokens in (1, 4)]
+    other = load_card("h200").with_launches([LaunchTimes(MACHINE, [], apart)])  # as NCCL: a norm of its own
+    assert forecast(ledger, other, Setting(link="measured")).families["small"][2] > found.families["small"][2]
+    with pytest.raises(InputError, match="was not measured between two cards"):
+        forecast(ledger, load_card("h200"), Setting(link="measured"))
+
+
+@pytest.mark.parametrize(
+    "line", ["--contexts 1", "--drafts 9", "--lanes 0", "--devices 0,1,2", "--devices x", "--tp 0"]
+)
+def test_what_makes_no_sense_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "launches", "tiny", *line.split()]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_times_between_and_beyond_measured_sizes() -> None:
     points = [(100.0, 2.0), (200.0, 3.0), (400.0, 4.0)]
     assert [at_bytes(points, nbytes) for nbytes in (100, 150, 300, 600)] == [2.0, 2.5, 3.5, 5.0]
+    assert at_bytes([(0.0, 2.0)], 150) == 2.0  # of one size
     assert at_bytes([(100.0, 2.0)], 100.5) == 2.0 and at_bytes([(100.0, 2.0)], 150) is None
 
 

@@ -183,6 +183,7 @@ def test_a_report_is_read_beside_the_prediction_for_its_card(tmp_path, capsys):
         ('"error": 0.0001', '"error": null'),
         ('"tuned"', '"turned"'),
         ("{", "[" * 5000),
+        ('"memory_bytes": ', '"memory_bytes": 1' + "0" * 400),
     ],
 )
 def test_a_damaged_report_is_refused_in_one_line(tmp_path, capsys, old, new):
@@ -197,7 +198,7 @@ def test_a_damaged_report_is_refused_in_one_line(tmp_path, capsys, old, new):
 
 def test_hostile_reports_are_read_or_refused_but_never_break_the_reader(tmp_path):
     rng, read = random.Random(7), 0
-    values = (0, -1, 1 << 62, 1e308, 5e-324, "\x1b[2J\n", "", [], {}, None, True)
+    values = (0, -1, 1 << 62, 10**400, 1e308, 5e-324, "\x1b[2J\n", "", [], {}, None, True)
     for _ in range(80):
         report = json.loads(v100_report().encode())
         node = report

@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 
 from duovolt.checkpoint.directory import DOWNLOAD_RECORD, INDEX, MANIFEST
-from duovolt.checkpoint.stage import LOCK
+from duovolt.checkpoint.lock import LOCK
 from duovolt.cli.main import main
 from duovolt.convert import download as download_module
 from duovolt.convert.download import download

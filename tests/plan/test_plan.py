@@ -95,3 +95,15 @@ def test_inspect_one_tensor() -> None:
 def test_nonsense_is_refused_with_the_numbers(option: list[str]) -> None:
     result = subprocess.run([sys.executable, "-m", "duovolt", "plan", FIXTURE, *option], capture_output=True, text=True)
     assert result.returncode == 2 and option[1] in result.stderr and "Traceback" not in result.stderr
+
+
+def test_auto_is_the_longest_context_that_fits(giant: Path) -> None:
+    """As for `serve`: the 27B on two cards reaches all its positions, on one none."""
+    found = facts("plan", giant, "--tp", 2, "--max-context", "auto", "--kv", "fp16")
+    assert found["max_context"] == found["longest_context_32_gb"] and found["fits_32_gb_card"]
+    command = [sys.executable, "-m", "duovolt", "plan", giant, "--max-context", "auto", "--recipe", "bf16", "--tp", "1"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 3 and "no context fits" in result.stderr and "Traceback" not in result.stderr
+    command = [sys.executable, "-m", "duovolt", "plan", FIXTURE, "--max-context", "auto"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "no kernels for this model" in result.stderr

@@ -277,12 +277,19 @@ def test_sampling_fields_reach_the_engine_and_seeds_are_fixed(api: LocalApi) -> 
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 7, 0.1)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -1, 2)
     assert (sampling.seed, sampling.logit_bias, request.ignore_eos) == (2**64 - 3, {5: -100.0}, True)
-    assert (request.max_tokens, request.stop_ids) == (9, sorted([3, *ids("<|im_end|>")]))
+    assert (request.max_tokens, request.stop_ids) == (9, [*ids("<|im_end|>"), 3])
     seeds = set()
     for _ in range(5):
         say(api, "x")
         seeds.add(api.sent[0].sampling.seed)  # type: ignore[union-attr]
     assert len(seeds) == 5
+
+
+def test_the_ranks_hear_of_stop_ids_that_can_come_the_models_own_first(api: LocalApi) -> None:
+    asked = [5, 3, *range(api.plan.tokenizer.size, api.plan.tokenizer.size + 9), 2**31 - 1, 3]
+    api.say(blocks("Hello"), "/v1/completions", {"prompt": "x", "stop_token_ids": asked})
+    assert isinstance(api.sent[0], GenerateRequest)
+    assert api.sent[0].stop_ids == [*api.plan.tokenizer.stop_ids, 3, 5]
 
 
 def test_the_largest_numbers_allowed_can_be_sent_to_the_ranks(api: LocalApi) -> None:
@@ -326,6 +333,7 @@ def test_key_models_tokenize_page_and_metrics(tmp_path: Path) -> None:
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
     good = {"Authorization": "Bearer secret"}
+    assert api.request("GET", "/v1/models", headers={"Authorization": "bearer  secret"}).status_code == 200
     model = api.request("GET", "/v1/models", headers=good).json()["data"][0]
     assert model["id"] == "ranks"
     assert model["duovolt"]["conversion_id"] == "none"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from duovolt.runtime.proxy.apis import completions
 from duovolt.runtime.rank.scripted import ScriptedAnswer
 
 from .local_api import LocalApi
@@ -32,6 +33,11 @@ def calling(arguments: str) -> dict[str, Any]:
 
 def form(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def function(name: str, *parameters: str) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": {key: {} for key in parameters}}
+    return [{"type": "function", "function": {"name": name, "parameters": schema}}]
 
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -104,6 +110,11 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "response_format": form({"anyOf": [{"multipleOf": 99991}]})}, 400, "response_format", "99991"),
     (CHAT, {"messages": USER, "response_format": form({"multipleOf": 9999.9999})}, 400, "response_format", "9999.9999"),
     (CHAT, {"messages": USER, "response_format": form({"multipleOf": 1e300})}, 400, "response_format", "1e+300"),
+    (CHAT, {"messages": USER, "response_format": form({"multipleOf": True})}, 400, "response_format", "cannot be kept"),
+    (CHAT, {"messages": USER, "tools": function("a\nb"), "tool_choice": "required"}, 400, "tools", "'a\\nb' cannot be"),
+    (CHAT, {"messages": USER, "tools": [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer",
+     "multipleOf": 99991}}}}}], "tool_choice": "required"}, 400, "tools", "99991"),
+    (CHAT, {"messages": USER, "tools": function("a", "b>"), "tool_choice": "required"}, 400, "tools", "'b>' of 'a' cannot"),
     (CHAT, {"messages": USER, "response_format": form({"properties": {str(key): {} for key in range(1001)}})}, 400,
      "response_format", "1001 properties, at most 1000"),
     (CHAT, {"messages": USER, "response_format": form({}), "ignore_eos": True}, 400, "ignore_eos", "ends where"),
@@ -114,6 +125,8 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETION, {"prompt": []}, 400, "prompt", "empty"),
     (COMPLETION, {"prompt": [[1], 2]}, 400, "prompt", "2 is neither a text nor a list"),
     (COMPLETION, {"prompt": ["a"] * 9}, 400, "n", "9 answers in one request, this server holds 3"),
+    (COMPLETION, {"prompt": [["y" * 100000]]}, 400, "prompt", "'yyy"),
+    (CHAT, {"messages": [{"role": "r" * 100000}]}, 400, "messages", "'rrr"),
     (COMPLETION, {"prompt": [1, -1]}, 400, "prompt", "-1 is not a token id"),
     (COMPLETION, {"prompt": [1, 2.5]}, 400, "prompt", "2.5 is not a token id"),
     (COMPLETION, {"prompt": [1, True]}, 400, "prompt", "True is not a token id"),
@@ -144,7 +157,17 @@ def test_bad_input_gets_one_clear_error(
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
+    assert len(error["message"]) < 1100, "a message is no echo of the body"
     assert api.sent == []
+
+
+def test_too_many_prompts_are_counted_before_anything_is_made_of_them(
+    api: LocalApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "plan_completion", None)
+    status, answer = api.post(COMPLETION, {"prompt": [[1], [2], [3], [4]]})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert "4 answers in one request, this server holds 3" in answer["error"]["message"]
 
 
 def test_a_body_too_large_is_413(api: LocalApi) -> None:
@@ -182,9 +205,11 @@ OTHERS: list[tuple[str, Any, str]] = [
     (ANTHROPIC, mine("x") | {"tool_choice": {"type": "tool"}}, "tool_choice"),
     (ANTHROPIC, mine("x") | {"tool_choice": {"type": "any"}}, "has no tools"),
     (ANTHROPIC, mine("x") | {"thinking": {"type": "maybe"}}, "thinking.type"),
-    (ANTHROPIC, mine("x") | {"stop_sequences": [""]}, "empty"),
+    (ANTHROPIC, mine("x") | {"stop_sequences": [""]}, "stop_sequences: an empty"),
+    (ANTHROPIC, mine([{"type": "tool_result", "content": {"a": 1}}]), "messages[0].content[0].content: expected text or a list"),
     (ANTHROPIC, mine("x") | {"temperature": 9}, "<= 2"),
-    (ANTHROPIC, mine("x") | {"output_config": {"format": {"type": "json_schema"}}}, "expected a JSON schema"),
+    (ANTHROPIC, mine("x") | {"output_config": {"format": {"type": "json_schema"}}},
+     "output_config.format.schema: expected a JSON schema"),
     (COUNT, {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
      "messages[0].content[0]: text is read here, not document"),
     (RESPONSES, b"{,", "not valid JSON"),
@@ -200,11 +225,15 @@ OTHERS: list[tuple[str, Any, str]] = [
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
      "input[0].content[0]: expected image_url, a URL as text"),
     (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0]: expected a name and arguments"),
-    (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "not JSON"),
+    (RESPONSES, {"input": [{"role": "user", "content": "x"}, {"type": "function_call", "name": "f", "arguments": "{"}]},
+     "input[1]: arguments are not JSON"),
     (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "functions only"),
     (RESPONSES, {"input": "x", "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "cannot be kept"),
-    (RESPONSES, {"input": "x", "max_output_tokens": 10**8}, f"context is {CONTEXT} tokens"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema: expected a JSON schema"),
+    (RESPONSES, {"input": "x", "chat_template_kwargs": {"self": 1}}, "the chat template refuses this conversation"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format 'xml': expected"),
+    (RESPONSES, {"input": "x", "max_output_tokens": 10**8}, "for the answer (max_output_tokens)"),
     ("/v1/abort", {}, "request_id"),
     ("/v1/abort", {"request_id": "x" * 300}, "<= 256"),
 ]  # fmt: skip
@@ -220,6 +249,21 @@ def test_bad_input_of_the_other_apis(api: LocalApi, path: str, body: Any, words:
         assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["type"] == "invalid_request_error" and words in answer["error"]["message"]
     assert api.sent == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "text"),
+        ({"max_output_tokens": 10**8}, "max_output_tokens"),
+        ({"chat_template_kwargs": {"self": 1}}, "input"),
+    ],
+)
+def test_the_parameter_at_fault_has_the_name_that_the_client_gave_it(
+    api: LocalApi, body: dict[str, Any], param: str
+) -> None:
+    assert api.post(RESPONSES, {"input": "x"} | body)[1]["error"]["param"] == param
 
 
 VALUES = st.recursive(

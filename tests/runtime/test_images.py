@@ -169,7 +169,7 @@ def test_bad_pictures(api: LocalApi, path: str, build: Callable[..., Any], more:
         (CHAT, chat(text="<|image_pad|>"), "1 times <|image_pad|>, the request 0 images"),
         (CHAT, chat(data_url(FIRST), text="<|image_pad|>"), "2 times <|image_pad|>, the request 1 images"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "reads text and image_url"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "video_url: expected an object with a url"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "no files are kept"),
         (RESPONSES, {"input": [{"role": "assistant", "content": [{"type": "input_image"}]}]},
          "text is read here, not input_image"),

@@ -9,7 +9,7 @@ import pytest
 
 from .conftest import Server, running
 from .real_model import duovolt
-from .test_images import FIRST, SECOND, TINY, chat, data_url
+from .test_images import FIRST, SECOND, TINY, chat, data_url, png
 
 CHAT = "/v1/chat/completions"
 
@@ -23,9 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answer(server: Server, *urls: str) -> tuple[list[Any], int]:
+def answer(server: Server, *urls: str, video: list[str] | None = None) -> tuple[list[Any], int]:
     """The tokens of a greedy answer as bytes, and the length of its prompt."""
-    body = chat(*urls) | {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "logprobs": True}
+    body = chat(*urls)
+    if video is not None:
+        body["messages"][0]["content"].insert(0, {"type": "video", "video": video})
+    body |= {"temperature": 0, "max_tokens": 16, "ignore_eos": True, "logprobs": True}
     with server.client(60) as client:
         found = client.post(CHAT, json=body).json()
     entries = found["choices"][0]["logprobs"]["content"]
@@ -34,11 +37,13 @@ def answer(server: Server, *urls: str) -> tuple[list[Any], int]:
 
 def test_two_ranks_answer_about_pictures_as_one_does(folder: Path) -> None:
     urls = data_url(FIRST), data_url(SECOND)
-    found = {}
+    frames = [data_url(png(64, 64, seed)) for seed in range(4)]
+    found, films = {}, {}
     for size, drafts in ((1, "0"), (2, "3")):
         options = ("--max-context", "512", "--drafts", drafts, "--prefill-chunk", "11")
         for server in running(folder / f"ranks-{size}", *options):
             found[size] = [answer(server, *given) for given in (urls, urls, urls[::-1], ())]
+            films[size] = [answer(server, video=order) for order in (frames, frames[::-1])]
             assert server.metric("restarts_total") == 0
     assert [[token for token, _ in tokens] for tokens, _ in found[1]] == [
         [t for t, _ in tokens] for tokens, _ in found[2]
@@ -47,3 +52,8 @@ def test_two_ranks_answer_about_pictures_as_one_does(folder: Path) -> None:
         assert both == again
         assert both[1] == turned[1] == without[1] + 9 + 4, "9 tokens of pictures, 4 marks around them"
         assert both[0] != turned[0], "the order of the pictures shows in the model's own probabilities"
+    assert [[token for token, _ in tokens] for tokens, _ in films[1]] == [
+        [t for t, _ in tokens] for tokens, _ in films[2]
+    ]
+    for forth, back in films.values():
+        assert forth[1] == back[1] > found[1][3][1] + 8 + 4 and forth[0] != back[0], "the order of the frames shows"

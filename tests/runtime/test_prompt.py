@@ -8,6 +8,7 @@ import threading
 import time
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duovolt.runtime.proxy.errors import ApiError
+from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.prompt import encode_prompt
+from duovolt.runtime.proxy.schema import GenerationDefaults
+from duovolt.runtime.proxy.service import Service
 from duovolt.runtime.proxy.tokenizer import TextTokenizer
 from duovolt.runtime.proxy.workers import Workers
 
@@ -155,6 +159,28 @@ def test_workers_keep_to_their_limit_and_outlive_a_caller_who_leaves() -> None:
     cancelled, one, two, three = asyncio.run(scene())
     assert isinstance(cancelled, asyncio.CancelledError)
     assert (one, str(two), three) == (1, "two", 3)
+
+
+def test_no_more_requests_wait_for_a_worker_than_could_be_answered() -> None:
+    async def scene() -> None:
+        workers, gate = Workers(2), threading.Event()
+        service = Service(
+            SimpleNamespace(tokenizer=SimpleNamespace(generation=GenerationDefaults())), Hub(1, 99), None, workers
+        )  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(service.prepare(gate.wait, 10)) for _ in range(2 + 100)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(ApiError, match="100 requests wait") as fault:
+            await service.prepare(gate.wait, 10)
+        assert (fault.value.status, fault.value.headers) == (429, {"Retry-After": "1"})
+        tasks[50].cancel()
+        await asyncio.sleep(0)
+        assert workers.waiting == 99, "one that left waits no more"
+        gate.set()
+        assert await service.prepare(gate.wait, 10)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (workers.waiting, workers.running) == (0, 0)
+
+    asyncio.run(scene())
 
 
 def test_a_server_in_the_middle_of_a_long_text_answers_others_and_stops_at_once(

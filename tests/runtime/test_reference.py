@@ -139,12 +139,13 @@ def test_echo_scores_the_prompt(two: Server) -> None:
 
 
 def test_a_fault_between_real_ranks_ends_the_answer_and_the_ranks_come_back(start_server: Start, folder: Path) -> None:
+    """The patience of a rank, half of the watchdog's, is far beyond what a busy machine lets a rank wait for its twin."""
     fault = {"DUOVOLT_MAILBOX_FAULT": "1:60:stale"}
-    server = start_server(folder / "ranks-2", "--max-context", "512", "--watchdog-seconds", "4", **fault)
+    server = start_server(folder / "ranks-2", "--max-context", "512", "--watchdog-seconds", "12", **fault)
     with server.client(60) as client:
         broken = client.post(CHAT, json=GREEDY)
     assert broken.status_code == 503
-    assert "no answer from rank 1 at mailbox step 60 within 2 s" in broken.json()["error"]["message"]
+    assert "no answer from rank 1 at mailbox step 60 within 6 s" in broken.json()["error"]["message"]
     server.wait_log("ready on", count=2)
     assert len(tokens(server, GREEDY)) == 24
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duovolt.runtime.images.placing import place
+from duovolt.runtime.images.placing import Pixels, place
 from duovolt.runtime.proxy.apis.chat_request import ChatPrompt, build_chat_prompt
 from duovolt.runtime.proxy.schema import ChatBody
 from duovolt.runtime.proxy.shared_turns import common_length, token_ends
@@ -101,6 +101,6 @@ def test_common_length(start: str, one: str, other: str) -> None:
 
 def test_places_count_the_tokens_of_pictures() -> None:
     ids = [1, 9, 2, 9, 3]
-    placed = place(ids, 9, [(64, 32, b""), (96, 32, b"")], 32)
+    placed = place(ids, {9: [Pixels(64, 32, b""), Pixels(96, 32, b"")]}, 32)
     assert placed.ids == [1, 9, 9, 2, 9, 9, 9, 3]
     assert [placed.index(count) for count in range(6)] == [0, 1, 3, 4, 7, 8]

@@ -94,6 +94,7 @@ def test_a_crash_loop_backs_off_and_says_when_to_come_again(
     """Pauses double up to 30 s, also when a load takes long; a generation that served for a minute begins anew."""
     pauses: list[float] = []
     retries: list[int] = []
+    told: list[Any] = []
     lived = 0.0
 
     async def run() -> None:
@@ -116,7 +117,10 @@ def test_a_crash_loop_backs_off_and_says_when_to_come_again(
             await asyncio.sleep(0.01)
             for group in fakes.made:
                 if hub.send == group.send and not group.fault.done():
+                    assert hub.retry_after == 1, "the ranks are there: nothing of an earlier fault is left"
+                    opened = hub.submit([GenerateRequest(0, [1], 1, [], False, SamplingParams())])[0]
                     group.fault.set_result(RankFault("gone"))
+                    told.append((await opened.events.get()).headers["Retry-After"])  # type: ignore[union-attr]
         await running
         assert hub.counters.restarts == 9
         assert all(group.stopped for group in fakes.made)
@@ -125,6 +129,7 @@ def test_a_crash_loop_backs_off_and_says_when_to_come_again(
     asyncio.run(run())
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 1]
     assert retries == [pause + 1 for pause in pauses]
+    assert told == ["2", "2"], "the answers that were broken off: as long as the pause that follows"
 
 
 def test_a_first_start_that_fails_ends_the_server(plan: ServePlan, fakes: type[FakeGroup]) -> None:

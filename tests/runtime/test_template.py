@@ -79,7 +79,7 @@ def test_what_a_template_raises_reaches_the_client(tmp_path: Path) -> None:
 def test_a_failing_or_prying_template_is_a_400(tmp_path: Path, source: str) -> None:
     folder = directory(tmp_path, source)
     template = ChatTemplate(folder, TextTokenizer(folder))
-    with pytest.raises(ApiError, match="the chat template refuses these messages"):
+    with pytest.raises(ApiError, match="the chat template refuses this conversation"):
         template.render([{"role": "user", "content": "x"}], None, {})
 
 

@@ -271,6 +271,12 @@ def test_two_calls_and_the_text_before(tokenizer: TextTokenizer) -> None:
     assert found["finish"] == "tool_calls"
 
 
+def test_what_may_begin_a_stop_string_comes_before_the_call_behind_it(tokenizer: TextTokenizer) -> None:
+    found = read(tokenizer, style(["Hello beta"], tools=True), [ids(f"Hello{CALL} beta gamma<|im_end|>")])
+    assert found["content"] == "Hello beta gamma" and found["finish"] == "tool_calls"
+    assert found["order"] == ["Content", "CallStart", "CallArguments", "CallEnd", "Content"]
+
+
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [

@@ -11,6 +11,7 @@ import pytest
 
 from duovolt.checkpoint import stage as stage_module
 from duovolt.checkpoint.errors import CheckFailed, DuovoltError, EnvironmentFault, InputError
+from duovolt.checkpoint.lock import DirectoryLock
 from duovolt.checkpoint.manifest import read_manifest
 from duovolt.cli.main import main
 from duovolt.shard.split import shard
@@ -166,7 +167,7 @@ def test_a_disk_that_fills_up_in_mid_write(converted: Path, tmp_path: Path, monk
 def test_two_runs_at_once(converted: Path, tmp_path: Path) -> None:
     """O03: the second stops and says who holds the directory."""
     (tmp_path / "ranks" / "rank-1-of-2").mkdir(parents=True)
-    with stage_module.DirectoryLock(tmp_path / "ranks" / "rank-1-of-2"):
+    with DirectoryLock(tmp_path / "ranks" / "rank-1-of-2"):
         refused(InputError, f"process {os.getpid()} is writing here", converted=converted, dst=tmp_path / "ranks", tp=2)
     shard(converted, tmp_path / "ranks", 2)
 

@@ -11,10 +11,15 @@ import msgspec
 import pytest
 
 from duovolt.checkpoint.directory import MANIFEST
-from duovolt.checkpoint.errors import DuovoltError
+from duovolt.checkpoint.errors import CheckFailed, DuovoltError
 from duovolt.checkpoint.manifest import Manifest, read_manifest
-from duovolt.cli.dequantize import tensors_of
+from duovolt.cli import inspect, plan
+from duovolt.cli.dequantize import _whole_manifest, tensors_of
 from duovolt.convert.dequantize import write_plain
+from duovolt.perf.ledger import Shape, ledger_of
+from duovolt.perf.model_source import sheet_at
+from duovolt.runtime.engine.sources import open_source
+from duovolt.runtime.engine.weights import load_weights
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
 from duovolt.verify.proofs import verify
@@ -119,3 +124,28 @@ def test_lies_to_dequantize(made: Path, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (made / "converted" / MANIFEST).write_bytes(forged[1])
     assert tried > 120
+
+
+@pytest.mark.parametrize("place", ["converted", "ranks/rank-1-of-2"])
+def test_lies_to_those_who_only_read(made: Path, place: str) -> None:
+    directory, tried = made / place, 0
+    readers = [
+        lambda: inspect.facts(directory),
+        lambda: plan.facts(directory, "v100", 2, None, "int8"),
+        lambda: ledger_of(sheet_at(str(directory), None, None), Shape(100, 3, 1, "int8")),
+        lambda: load_weights(open_source(directory)),
+    ]
+    for seed in range(300):
+        if (forged := forge(directory, seed)) is None:
+            continue
+        tried += 1
+        for read in readers:
+            with suppress(DuovoltError):
+                read()
+        (directory / MANIFEST).write_bytes(forged[1])
+    assert tried > 120
+
+
+def test_a_tensor_that_is_not_the_familys_is_not_joined(made: Path) -> None:
+    with pytest.raises(CheckFailed, match="which the family does not have"):
+        _whole_manifest(read_manifest(made / "ranks" / "rank-0-of-2"), {})

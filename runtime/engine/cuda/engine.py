@@ -21,12 +21,13 @@ from .selftest import check_answers
 class CudaSettings(EngineSettings):
     """Choices of this backend beside those of every engine.
 
-    kv: `int8` or `fp16`; graphs: capture rounds; chunked_delta: prompts go through the delta rule 64 tokens at a time;
-    draft_window: tokens of context that drafting looks at, 0: all.
+    kv: `int8` or `fp16`; graphs: capture rounds; overlap: let their launches overlap; chunked_delta: prompts go through
+    the delta rule 64 tokens at a time; draft_window: tokens of context that drafting looks at, 0: all.
     """
 
     kv: str = "int8"
     graphs: bool = True
+    overlap: bool = True
     chunked_delta: bool = True
     draft_window: int = 0
 
@@ -70,6 +71,7 @@ def load_cuda_engine(
             draft_head=settings.draft_head != "off",
             draft_window=settings.draft_window,
             graphs=settings.graphs,
+            overlap=settings.overlap,
             chunked_delta=settings.chunked_delta,
             tower=tower,
         )

@@ -40,7 +40,8 @@ class CudaExecutor:
     draft_window  tokens of context that drafting looks at, in whole pages; 0: all
     draft_head    draw drafts with the reduced head, where there is one
     chunked_delta prompts go through the delta rule 64 tokens at a time, on tensor cores; else one by one
-    graphs        capture rounds; ahead: start a round before the last one's numbers are read
+    graphs        capture rounds; overlap: their launches may begin before the one before has ended, where the card can
+    ahead         start a round before the last one's numbers are read
     tower         reads pictures
     """
 
@@ -58,6 +59,7 @@ class CudaExecutor:
         draft_head: bool = True,
         draft_window: int = 0,
         graphs: bool = True,
+        overlap: bool = True,
         chunked_delta: bool = True,
         ahead: bool = True,
         tower: VisionTower | None = None,
@@ -79,7 +81,7 @@ class CudaExecutor:
         self._int8, self._lanes, self._delta = int8, lanes, "chunked" if chunked_delta else "recurrent"
         self._device, self._link, self._vocabulary = weights.device, link, n_sampleable
         self._uses_mtp, self._ahead = drafts > 0, ahead
-        self._graphs = Graphs(weights.device, enabled=graphs and link.name != "cpu")
+        self._graphs = Graphs(weights.device, enabled=graphs and link.name != "cpu", overlap=overlap)
         window = pages_for(draft_window)
         self._flights = Flights(
             *(self.model, self._graphs), lanes=lanes, drafts=drafts, vocabulary=n_sampleable, window=window
@@ -97,7 +99,7 @@ class CudaExecutor:
     @property
     def facts(self) -> dict[str, str]:
         rows = self.model.draft_rows
-        graphs = "on" if self._graphs.enabled else "off"
+        graphs = "off" if not self._graphs.enabled else "on" if self._graphs.overlap else "serial"
         if self._graphs.fault is not None:
             graphs = f"off ({self._graphs.fault})"
         return {
@@ -257,6 +259,22 @@ class CudaExecutor:
     def force(self, lane: Lane, accepted: int) -> None:
         """For measuring: so many drafts of every round stand, whatever the logits say; -1: as they say."""
         self.state.forced[lane.index] = accepted
+
+    @torch.inference_mode()
+    def feed(self, lane: Lane, length: int, tokens: list[int]) -> Tensor:
+        """For measuring: a round that reads exactly `tokens`, 1 to 6, behind `length` others: logits float32 [T, V]."""
+        lanes, index = self.state.lanes, lane.index
+        lanes.lengths[index], lanes.prompts[index], lanes.kept[index] = length, 0, 1
+        lanes.limits[index] = len(lane.request.prompt) + lane.limit
+        lanes.next[index, 0] = tokens[0]
+        lane.read, lane.rounds, lane.forced = length, 0, [tokens[1:]]
+        self.force(lane, len(tokens) - 1)
+        flight = self._flights.start([lane])
+        flight.land()
+        self._link.check()
+        self._count(flight.overflows)
+        self._lengths[index] = length + len(tokens)
+        return self._flights.canvas.logits[: len(tokens)].clone()
 
     def _outcome(self, lane: Lane, flight: Flight) -> Outcome:
         flight.land()

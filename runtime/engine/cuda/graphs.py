@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ....checkpoint.errors import EnvironmentFault
+from ....kernels.module import overlapping
 
 
 class Graphs:
@@ -15,8 +16,10 @@ class Graphs:
     fails, everything runs uncaptured from then on, and `fault` says why. Results have the same bits either way.
     """
 
-    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+    def __init__(self, device: torch.device, *, enabled: bool, overlap: bool = True) -> None:
+        """overlap: a captured launch may begin before the one before it has ended, where the card can."""
         self.enabled = enabled and device.type == "cuda"
+        self.overlap = overlap
         self.fault: str | None = None
         self._device = device
         self._seen: set[Hashable] = set()
@@ -51,7 +54,8 @@ class Graphs:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    work()
+                    with overlapping(self.overlap):
+                        work()
                 finally:
                     graph.capture_end()
         except (RuntimeError, EnvironmentFault) as error:

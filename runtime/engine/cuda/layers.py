@@ -51,7 +51,9 @@ class Common:
     ) -> None:
         self.ops, self.state, self.sizes, self.eps = ops, state, sizes, eps
         self.tables, self.axes, self.link = tables, axes, link
-        self.side = torch.cuda.Stream(state.device) if link.size > 1 and state.device.type == "cuda" else None
+        self.side = (
+            torch.cuda.Stream(state.device, priority=-1) if link.size > 1 and state.device.type == "cuda" else None
+        )
         self.observe: Observe | None = None  # never while a graph is captured
 
 

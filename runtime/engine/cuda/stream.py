@@ -179,9 +179,10 @@ class _Pipeline:
 
     def _consume(self) -> None:
         """Digest and copy the oldest block that was read."""
-        block = self._ahead.popleft()
+        block = self._ahead[0]  # there until all of it is read: a failure waits for the others
         for read in block.reads:
             read.result()
+        self._ahead.popleft()
         block.digests = self._digests.take(block)
         for entry, begin, end in block.pieces():
             if begin == entry.begin:

@@ -13,7 +13,7 @@ from ..assembly import AnswerStyle, CallArguments, CallStart, Content, Piece, Re
 from ..delivery import Event, deliver
 from ..errors import ApiError
 from ..grammar import chat_grammar
-from ..pictures import place_pictures
+from ..pictures import place_pictures, show
 from ..plan import ServePlan
 from ..prompt import encode_prompt
 from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
@@ -37,7 +37,7 @@ class ChatApi:
         service = self._service
         body, stamp = await service.read(request, ChatBody), service.stamp(request)
         service.hub.check_room(body.n or 1)
-        plan = await service.workers.run(plan_chat, body, service.plan, service.defaults)
+        plan = await service.prepare(plan_chat, body, service.plan, service.defaults)
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         shape = ChatShape(answer, stamp, service.plan.tokenizer, bool(body.logprobs), with_usage)
@@ -50,11 +50,12 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Pl
     logprobs = 1 + (body.top_logprobs or 0) if body.logprobs else 0
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
     stops, ends, ignore_eos = stop_strings(body), stop_ids(body, tokenizer), bool(body.ignore_eos)
-    prompt = build_chat_prompt(body, plan.template, plan.pictures is not None)
+    prompt = build_chat_prompt(body, plan.template, plan.pictures)
     grammar = chat_grammar(body, prompt.tools, prompt.thinking, plan)
-    ids = encode_prompt(tokenizer, prompt.text, plan.max_context)
-    shared = token_ends(tokenizer, prompt.text, ids, prompt.shared)
-    placed = place_pictures(ids, prompt.images, plan.pictures, plan.max_context, body.n or 1)
+    shown = show(prompt.text, prompt.media, plan.pictures, plan.max_context, body.n or 1, prompt.shared)
+    ids = encode_prompt(tokenizer, shown.text, plan.max_context)
+    shared = token_ends(tokenizer, shown.text, ids, shown.ends)
+    placed = place_pictures(ids, shown, plan.pictures, plan.max_context, body.n or 1)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     length = answer_length(len(placed.ids), asked, plan.max_context, param)

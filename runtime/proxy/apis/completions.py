@@ -15,7 +15,6 @@ from ..assembly import AnswerStyle, Content
 from ..delivery import Event, deliver
 from ..errors import ApiError, bad_request
 from ..grammar import completion_grammar
-from ..pictures import IMAGE_PAD
 from ..plan import ServePlan
 from ..prompt import encode_prompt
 from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
@@ -38,8 +37,8 @@ class CompletionsApi:
     async def create(self, request: Request) -> Response:
         service = self._service
         body, stamp = await service.read(request, CompletionBody), service.stamp(request)
-        service.hub.check_room(body.n or 1)
-        plan = await service.workers.run(plan_completion, body, service.plan, service.defaults)
+        service.hub.check_room(len(_listed(body.prompt)) * (body.n or 1))
+        plan = await service.prepare(plan_completion, body, service.plan, service.defaults)
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         echoes = [one.prompt for one in plan.requests] if body.echo else None
@@ -60,8 +59,9 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
     grammar = completion_grammar(body, plan)
     prompts = _prompts(body.prompt, tokenizer, plan.max_context)
-    if plan.pictures is not None and any(plan.pictures.pad in ids for ids in prompts):
-        raise bad_request(f"prompt: {IMAGE_PAD} stands for a picture; {_NO_IMAGES}", "prompt")
+    for name, pad in ({} if plan.pictures is None else plan.pictures.pads).items():
+        if any(pad in ids for ids in prompts):
+            raise bad_request(f"prompt: {name} stands for a picture; {_NO_IMAGES}", "prompt")
     asked = _DEFAULT_LENGTH if body.max_tokens is None else body.max_tokens
     if asked == 0 and not body.echo:
         raise bad_request("max_tokens: 0 makes sense with echo only", "max_tokens")
@@ -80,9 +80,12 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
 
 
 def _prompts(prompt: str | list[Any], tokenizer: TextTokenizer, max_context: int) -> list[list[int]]:
-    if isinstance(prompt, str) or not any(isinstance(entry, str | list) for entry in prompt):
-        prompt = [prompt]
-    return [_prompt_ids(one, tokenizer, max_context) for one in prompt]
+    return [_prompt_ids(one, tokenizer, max_context) for one in _listed(prompt)]
+
+
+def _listed(prompt: str | list[Any]) -> list[Any]:
+    """The prompts of a body, one or several."""
+    return [prompt] if isinstance(prompt, str) or not any(isinstance(entry, str | list) for entry in prompt) else prompt
 
 
 def _prompt_ids(prompt: Any, tokenizer: TextTokenizer, max_context: int) -> list[int]:

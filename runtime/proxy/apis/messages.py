@@ -20,7 +20,7 @@ from ..schema import CountTokensBody, MessagesBody
 from ..service import Service, Stamp
 from .chat import plan_chat
 from .chat_request import build_chat_prompt
-from .messages_request import chat_of
+from .messages_request import CHAT_NAMES, chat_of
 
 PREFIX = "msg_"
 _PING = Event({"type": "ping"}, "ping")
@@ -36,19 +36,22 @@ class MessagesApi:
         service = self._service
         body, stamp = await service.read(request, MessagesBody), service.stamp(request)
         service.hub.check_room()
-        plan = await service.workers.run(plan_chat, chat_of(body), service.plan, service.defaults)
+        try:
+            plan = await service.prepare(plan_chat, chat_of(body), service.plan, service.defaults)
+        except ApiError as error:
+            raise error.renamed(CHAT_NAMES) from error
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
         headers = {"request-id": stamp.name, "X-Request-Id": stamp.name}
         return await deliver(request, answer, MessagesShape(answer, stamp), bool(body.stream), headers)
 
     async def count_tokens(self, request: Request) -> Response:
         body = await self._service.read(request, CountTokensBody)
-        return JSONResponse({"input_tokens": await self._service.workers.run(_count, body, self._service.plan)})
+        return JSONResponse({"input_tokens": await self._service.prepare(_count, body, self._service.plan)})
 
 
 def _count(body: CountTokensBody, plan: ServePlan) -> int:
-    prompt = build_chat_prompt(chat_of(body), plan.template, plan.pictures is not None)
-    placed = encode_with_pictures(prompt.text, prompt.images, plan.pictures, plan.tokenizer, plan.max_context)
+    prompt = build_chat_prompt(chat_of(body), plan.template, plan.pictures)
+    placed = encode_with_pictures(prompt.text, prompt.media, plan.pictures, plan.tokenizer, plan.max_context)
     return len(placed.ids)
 
 

@@ -9,6 +9,13 @@ from ..schema import ChatBody, CountTokensBody, MessagesBody
 
 _UNREADABLE = ("image", "document", "search_result", "container_upload")
 
+# What a message of the chat API says -> what the client calls it.
+CHAT_NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "stop": "stop_sequences",
+}
+
 
 def chat_of(body: CountTokensBody) -> ChatBody:
     """The same request for the chat API. Raises ApiError naming the block at fault."""
@@ -92,7 +99,9 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
 
 def _parts(content: Any, where: str, first: int = 0) -> list[dict[str, Any]]:
     """The chat API's parts of text and image blocks, the first of which has the number `first`."""
-    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not isinstance(content, str | list):
+        raise bad_request(f"{where}.content: expected text or a list of blocks", "messages")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = []
     for number, block in enumerate(blocks, first):
         if isinstance(block, dict) and block.get("type") == "image":

@@ -16,7 +16,7 @@ from ..schema import ResponsesBody
 from ..service import Service, Stamp
 from ..tokenizer import TextTokenizer
 from .chat import HEARTBEAT, plan_chat, shape_logprobs
-from .responses_request import chat_of
+from .responses_request import CHAT_NAMES, chat_of
 
 PREFIX = "resp_"
 
@@ -32,7 +32,10 @@ class ResponsesApi:
         body, stamp = await service.read(request, ResponsesBody), service.stamp(request)
         service.hub.check_room()
         chat = chat_of(body)
-        plan = await service.workers.run(plan_chat, chat, service.plan, service.defaults)
+        try:
+            plan = await service.prepare(plan_chat, chat, service.plan, service.defaults)
+        except ApiError as error:
+            raise error.renamed(CHAT_NAMES) from error
         answer = Answer(service.hub, service.plan.tokenizer, plan, stamp.names(PREFIX))
         fixed = _echo(body, plan.requests[0].sampling)
         shape = ResponsesShape(answer, stamp, service.plan.tokenizer, fixed, bool(chat.logprobs))

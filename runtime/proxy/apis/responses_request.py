@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import bad_request
 from ..schema import ChatBody, ResponsesBody
+from .chat_request import call_arguments
 
 _STORED = {
     "previous_response_id": "send the earlier items as input",
@@ -13,6 +14,14 @@ _STORED = {
     "prompt": "send the text itself as instructions or input",
     "background": "the answer comes with the request, streamed or whole",
     "store": "answers are not kept; leave it out or say false",
+}
+
+# What a message of the chat API says -> what the client calls it.
+CHAT_NAMES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
 }
 
 
@@ -86,7 +95,7 @@ def _add_call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) 
         raise bad_request(f"{where}: expected a name and arguments as text", "input")
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    function = {"name": item["name"], "arguments": item["arguments"]}
+    function = {"name": item["name"], "arguments": call_arguments(item["arguments"], where, "input")}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     messages[-1].setdefault("tool_calls", []).append(call)
 

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..errors import bad_request
+from ..media import Media
 from ..pictures import encode_with_pictures
 from ..prompt import encode_prompt
 from ..schema import DetokenizeBody, TokenizeBody
@@ -24,7 +25,7 @@ class TokensApi:
         body = await self._service.read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
-        tokens = await self._service.workers.run(self._tokens_of, body)
+        tokens = await self._service.prepare(self._tokens_of, body)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._plan.max_context})
 
     async def detokenize(self, request: Request) -> Response:
@@ -37,7 +38,7 @@ class TokensApi:
         plan = self._plan
         if body.prompt is not None:
             return encode_prompt(plan.tokenizer, body.prompt, plan.max_context)
-        images: list[str] = []
-        messages = clean_messages(body.messages or [], None if plan.pictures is None else images)
+        media = Media()
+        messages = clean_messages(body.messages or [], media, plan.pictures)
         text = plan.template.render(messages, body.tools, dict(body.chat_template_kwargs or {}))
-        return encode_with_pictures(text, images, plan.pictures, plan.tokenizer, plan.max_context).ids
+        return encode_with_pictures(text, media, plan.pictures, plan.tokenizer, plan.max_context).ids

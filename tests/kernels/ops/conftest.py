@@ -14,12 +14,12 @@ import torch
 
 from duovolt.kernels import checks
 from duovolt.kernels.build import CSRC
-from duovolt.kernels.module import PORTABLE, forced_arch
+from duovolt.kernels.module import PORTABLE, forced_arch, overlapping
 
 FIBERS = Path(__file__).with_name("fibers.hpp")
 REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh", "warp_product.cuh")  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
-ARCHES = {"volta": 700, "ampere": 800}
+ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
 KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  # written out, or made by a macro
 
@@ -38,8 +38,7 @@ class Emulated:
         threads: int,
         arguments: tuple[Any, ...],
         shared_bytes: int = 0,
-        *,
-        early: bool = False,
+        overlap: bool = False,
     ) -> None:
         slots = b"".join(_slot(argument) for argument in arguments)
         inside = [tensor for argument in arguments for tensor in getattr(argument, "tensors", [argument])]
@@ -66,6 +65,8 @@ def _slot(argument: Any) -> bytes:
         return struct.pack("<fxxxx", argument)
     if isinstance(argument, ctypes.Structure):
         return struct.pack("<Q", ctypes.addressof(argument))
+    if isinstance(argument, ctypes.c_void_p):
+        return struct.pack("<Q", argument.value or 0)
     return struct.pack("<q", 0 if argument is None else argument)
 
 
@@ -126,8 +127,9 @@ def place(
     elif kind == "portable":  # what a V100 runs
         with forced_arch(PORTABLE):
             yield torch.device("cuda", 0)
-    else:
-        yield torch.device("cuda", 0)
+    else:  # and launches overlap, as in a captured round
+        with overlapping():
+            yield torch.device("cuda", 0)
 
 
 @pytest.fixture(params=["volta", *ON_GPU])
@@ -136,7 +138,13 @@ def device(request, emulated, monkeypatch) -> Iterator[torch.device]:
     yield from place(request.param, emulated, monkeypatch)
 
 
-@pytest.fixture(params=[*ARCHES, *ON_GPU])
+@pytest.fixture(params=["volta", "hopper", *ON_GPU])
+def overlapping_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
+    """As `device`, for kernels that go another way where launches overlap."""
+    yield from place(request.param, emulated, monkeypatch)
+
+
+@pytest.fixture(params=["volta", "ampere", *ON_GPU])
 def tensor_core_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
     """As `device`, for kernels whose source chooses a tensor-core product by architecture."""
     yield from place(request.param, emulated, monkeypatch)

@@ -62,6 +62,6 @@ FORBIDDEN = {  # what sm_70 lacks, and what would make a sum depend on timing
     "later tensor-core shapes": r"(?<!wmma\.)\bmma\S*\.m(?!8n8k4)\d+n|\bwmma\S*\.m(?!16n16k16)\d+n",
     "bf16, fp8 and fp4 types": r"\.(bf16|e4m3|e5m2|e2m1)",
     "integer to fp16": r"\bcvt\.\S*f16\.[us]\d",
-    "atomics": r"\b(atom|red)\.",
+    "atomic sums": r"\b(atom|red)\.\S*\.f(16|32|64)",
     "two halves packed at once": r"\bcvt\.rn\.f16x2",
 }

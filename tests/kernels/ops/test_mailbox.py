@@ -276,6 +276,46 @@ def test_a_lost_peer_makes_the_norm_nan(pair):
     assert first.isnan().all() and two.links[0].expired.item() == 1
 
 
+@pytest.mark.parametrize("values", [2, 8, 26, 4096, 10_242])
+def test_whole_parts_are_added_once_both_have_met(pair, values):
+    """The copy stands before the meeting on its stream; sums have rank 0 first, as words give them."""
+    two, parts = pair(), halves((1, values), values)
+    rooms = [torch.zeros(values, dtype=torch.float16, device=two.links[0].state.device) for _ in range(2)]
+    for link in two.links:
+        link.tensors += rooms
+        if link.state.is_cuda:
+            torch.cuda.synchronize()
+
+    def whole(link):
+        part = parts[link.rank].to(link.state.device)
+        rooms[1 - link.rank].copy_(part.view(-1))
+        mailbox.meet(link)
+        out = Guarded((1, values), torch.float32, link.state.device)
+        mailbox.join(link, part, rooms[link.rank].data_ptr(), out.inner)
+        assert out.intact
+        return out.inner.cpu()
+
+    first, second = two.run(whole)
+    expected = parts[0].float() + parts[1].float()
+    assert torch.equal(first.view(torch.int32), expected.view(torch.int32)) and torch.equal(first, second)
+    assert [steps(link) for link in two.links] == [{2}, {2}]
+
+
+def test_a_meeting_that_does_not_come_about_makes_nan(pair):
+    two = pair(budget=0.2, doors={1: {"door": "drop", "door_step": 1}})
+    room = torch.ones(1, 8, dtype=torch.float16, device=two.links[0].state.device)
+
+    def whole(link):
+        link.tensors.append(room)
+        mailbox.meet(link)
+        out = torch.zeros(1, 8, device=room.device)
+        mailbox.join(link, room, room.data_ptr(), out)
+        return out.cpu()
+
+    first, _ = two.run(whole)
+    assert first.isnan().all() and two.links[0].expired.item() == 1
+
+
 def test_a_stream_lingers_as_long_as_it_is_told(device):
     begin = time.monotonic()
     mailbox.linger(0.02, device)
@@ -284,11 +324,13 @@ def test_a_stream_lingers_as_long_as_it_is_told(device):
     assert time.monotonic() - begin >= 0.02
 
 
-def test_add_of_two_parts(device):
-    first, second = (part.to(device) for part in halves((3, 1000), 8))
-    out = Guarded((3, 1000), torch.float32, device)
-    mailbox.add(first, second, out.inner)
-    assert out.intact and torch.equal(out.inner, first.float() + second.float())
+@pytest.mark.parametrize("values", [2, 6, 30, 62, 3000])
+def test_add_of_two_parts(device, values):
+    """As NCCL's gather leaves them: one behind the other, wherever the second begins."""
+    both = torch.stack(halves((1, values), 8)).to(device)
+    out = Guarded((1, values), torch.float32, device)
+    mailbox.add(both[0], both[1], out.inner)
+    assert out.intact and torch.equal(out.inner, both[0].float() + both[1].float())
 
 
 @pytest.mark.parametrize("device", ON_GPU, indirect=True)
@@ -331,7 +373,7 @@ def test_words_are_moved_by_volatile_accesses_of_8_bytes():
     assert re.search(r"^\.target sm_70$", text, re.M)
     for instruction in ("ld.volatile.global.u64", "st.volatile.global.u64", "%globaltimer"):
         assert instruction in text, instruction
-    assert not re.search(r"\b(atom|red)\.", text)
+    assert not re.search(r"\b(atom|red)\.(?!\S*\.add\.[us]32)", text)  # but for counts of overflows
     assert not re.search(r"\b(ld|st)\.(?!volatile|param)[\w.]*64\b", text), "a word moved in some other way"
 
 

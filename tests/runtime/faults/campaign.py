@@ -1,21 +1,25 @@
 """The whole campaign: every fault in every phase, counted.
 
 `python -m duovolt.tests.runtime.faults.campaign --backend scripted --backend reference` prints the table of
-docs/reliability.md; `--only REGEX` keeps the trials whose "fault, victim, phase" has it, `--repeat N` makes each N times.
+docs/reliability.md; `--only REGEX` keeps the trials whose "fault, victim, phase" has it, `--repeat N` makes each N times,
+`--jobs N` runs so many side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .leaving import WAYS, client_leaves
@@ -35,17 +39,19 @@ from .trials import (
     rank_dies_again,
     rank_dies_at_first,
     rank_pauses,
+    starts_badly,
     starts_oddly,
 )
 from .world import World, real_world, scripted_world
 
 _FAILURE = "TP2 LOCKSTEP FAILURE"
 _SILENT = "no answer from rank|no lockstep record"
+_STEPS, _CARD_STEPS = (2, 41), (4001, 20002)  # exchanges of an answer; on cards some hundreds come before it
 
 
-def trials(backend: str, size: int = 2) -> Iterator[Trial]:
+def trials(backend: str, size: int = 2, *, cards: bool = False) -> Iterator[Trial]:
     """Every trial of a backend with `size` ranks. The scripted one has no phase in which a prompt is read, or ranks load
-    again: it takes no time for them."""
+    again: it takes no time for them. `cards`: exchanges are those of cards."""
     scripted = backend == "scripted"
     serving = [phase for phase in SERVING if phase != "prefill" or not scripted]
     restarting = [phase for phase in RESTARTING if phase != "reload" or not scripted]
@@ -65,7 +71,9 @@ def trials(backend: str, size: int = 2) -> Iterator[Trial]:
         yield Trial("SIGSTOP for 6 s", "proxy", phase, proxy_pauses(phase))
     yield Trial("SIGKILL, five times", "all", "any", everything_dies)
     for victim in range(size):
-        yield from _doors(victim, size)
+        yield from _doors(victim, size, _CARD_STEPS if cards else _STEPS)
+        if cards and size == 2:
+            yield from _doors_while_loading(victim)
     yield Trial("a second process", f"rank {size - 1}", "start", second_rank_process)
     yield Trial("a second server", "all", "decode", second_server)
     for phase in ("queue", *(("prefill",) if not scripted else ()), "decode"):
@@ -86,7 +94,14 @@ def _mixed(world: World, most_tokens: int, more: Sequence[str] = ()) -> None:
     print(f"    {mixed_requests(world, most_tokens=most_tokens, more=more)}")
 
 
-def _doors(victim: int, size: int) -> Iterator[Trial]:
+def _doors_while_loading(victim: int) -> Iterator[Trial]:
+    """Cards exchange before they serve, when rounds are run to load kernels: the start ends, with a message."""
+    for kind, label in (("drop", "lost"), ("stale", "stale")):
+        run = starts_badly("DUOVOLT_MAILBOX_FAULT", f"{victim}:41:{kind}", "no answer from rank")
+        yield Trial(f"mailbox word {label}", f"rank {victim}", "load", run)
+
+
+def _doors(victim: int, size: int, steps: Sequence[int]) -> Iterator[Trial]:
     name = f"rank {victim}"
 
     def trial(fault: str, phase: str, run: Callable[[World], None]) -> Trial:
@@ -97,7 +112,7 @@ def _doors(victim: int, size: int) -> Iterator[Trial]:
             run = door_opens("DUOVOLT_LOCKSTEP_FAULT", f"{victim}:{at}:{kind}", words=_FAILURE, survives=False,
                              most_tokens=1 + 4 * (at + 1))  # fmt: skip
             yield trial(f"wrong {kind} in record", f"round {at}", run)
-    for step in (2, 41) if size == 2 else ():
+    for step in steps if size == 2 else ():
         for kind in ("drop", "stale", "6000"):
             run = door_opens("DUOVOLT_MAILBOX_FAULT", f"{victim}:{step}:{kind}", words=_SILENT, survives=False)
             label = {"drop": "lost", "stale": "stale"}.get(kind, "6 s late")
@@ -111,9 +126,20 @@ def _doors(victim: int, size: int) -> Iterator[Trial]:
         yield trial("starts twice", phase, starts_oddly(f"{victim}:{stage}:twice", "has started twice"))
 
 
-def run_trials(world: World, chosen: list[Trial], report: list[dict[str, object]]) -> None:
-    """Each trial's outcome is added to `report` and printed as it comes."""
-    for trial in chosen:
+def run_trials(
+    world: World,
+    chosen: list[Trial],
+    report: list[dict[str, object]],
+    jobs: int = 1,
+    seconds: float = math.inf,
+    told: Callable[[], None] = lambda: None,
+) -> None:
+    """Each trial's outcome is added to `report` and printed as it comes, then `told` is called; none begins after `seconds`."""
+    end, lock = time.monotonic() + seconds, threading.Lock()
+
+    def run(trial: Trial) -> None:
+        if time.monotonic() > end:
+            return
         start, error = time.monotonic(), ""
         try:
             trial.run(world)
@@ -124,8 +150,13 @@ def run_trials(world: World, chosen: list[Trial], report: list[dict[str, object]
               f"{seconds:5.1f} s", flush=True)  # fmt: skip
         if error:
             print(error, flush=True)
-        report.append({"backend": world.backend, "fault": trial.fault, "victim": trial.victim, "phase": trial.phase,
-                       "seconds": round(seconds, 2), "error": error})  # fmt: skip
+        with lock:
+            report.append({"backend": world.backend, "fault": trial.fault, "victim": trial.victim, "phase": trial.phase,
+                           "seconds": round(seconds, 2), "error": error})  # fmt: skip
+            told()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, chosen))
 
 
 def table(report: list[dict[str, object]]) -> str:
@@ -152,6 +183,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--dir", type=Path, help="ranks to serve in place of the fixture's; cuda needs such")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="trials side by side, each with a server of its own")
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="every Nth trial from the Ith on (default: 0/1, all)"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no trial after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument(
@@ -160,19 +196,23 @@ def main() -> int:
     args = parser.parse_args()
     random.seed(args.seed)
     report: list[dict[str, object]] = [entry for file in args.add for entry in json.loads(file.read_bytes())]
+
+    def keep() -> None:
+        if args.json:
+            args.json.write_text(json.dumps(report, indent=1))
+
     for backend in args.backend or ["scripted", "reference"]:
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             if backend == "scripted":
                 world = scripted_world(Path(folder), size=args.ranks)
             else:
                 world = real_world(Path(folder), backend, args.serve.split(), args.ranks, args.dir)
-            chosen = [
-                t for t in trials(backend, args.ranks) if re.search(args.only, f"{t.fault}, {t.victim}, {t.phase}")
-            ]
-            run_trials(world, chosen * args.repeat, report)
+            every = trials(backend, args.ranks, cards=backend == "cuda" and "cpu" not in args.serve)
+            chosen = [t for t in every if re.search(args.only, f"{t.fault}, {t.victim}, {t.phase}")]
+            first, step = map(int, args.part.split("/"))
+            run_trials(world, (chosen * args.repeat)[first::step], report, args.jobs, args.seconds, keep)
     print(table(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+    keep()
     return 1 if any(entry["error"] for entry in report) else 0
 
 

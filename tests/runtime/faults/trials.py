@@ -344,6 +344,20 @@ def door_opens(
     return run
 
 
+def starts_badly(door: str, text: str, words: str) -> Callable[[World], None]:
+    """A fault ordered by a door before the first ready: the start ends with one message and leaves nothing."""
+
+    def run(world: World) -> None:
+        with running(world, **{door: text}) as server:
+            pids = wait_ranks(world, server)
+            assert server.wait_exit(START_SECONDS) == 1
+            assert words in server.log, server.log
+            assert len([line for line in server.lines if line.startswith("duovolt:")]) == 1
+            left_nothing(server, pids)
+
+    return run
+
+
 def starts_oddly(text: str, words: str | None) -> Callable[[World], None]:
     """A rank that is late (`words` None) is waited for; one that never comes, or comes twice, ends the start."""
 

@@ -1,0 +1,42 @@
+"""One of two ranks that measure their launches at the same time, each on its card."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+import torch
+
+from ..checkpoint.errors import CheckFailed
+from ..runtime.parallel.choice import Choice
+from ..runtime.parallel.handshake import exchange_bytes
+from ..runtime.parallel.mailbox import Mailbox
+from ..runtime.parallel.region import Region
+from ..runtime.parallel.shared import SharedFile
+from ..runtime.parallel.ways import open_way
+from .device_timing import Together
+from .launch_file import LaunchTime
+from .pair import MEETING_SECONDS, WAIT_SECONDS
+
+
+class Pair:
+    """Joined with the other rank at `name`. Raises as `open_way` does, MailboxTimeout if it does not come."""
+
+    def __init__(self, name: str, rank: int, way: str, device: torch.device) -> None:
+        self._mailbox = Mailbox(Region(SharedFile.attach(name).memory), rank, MEETING_SECONDS)
+        self._mailbox.meet(MEETING_SECONDS)
+        self.link = open_way(Choice.parse(way), self._mailbox, device, WAIT_SECONDS)
+        part, out = torch.zeros(1, 256, device=device).half(), torch.zeros(1, 256, device=device)
+        self.together = Together(partial(exchange_bytes, self._mailbox, b""), partial(self.link.reduce, part, out))
+
+    def slower(self, launches: list[LaunchTime]) -> list[LaunchTime]:
+        """Of each launch the slower rank's time; a round waits for it. Raises CheckFailed if the ranks measured other things."""
+        theirs = msgspec.json.decode(
+            exchange_bytes(self._mailbox, msgspec.json.encode(launches)), type=list[LaunchTime]
+        )
+        if [one.key for one in theirs] != [one.key for one in launches]:
+            raise CheckFailed("the ranks have measured different launches.")
+        return [
+            mine if not mine.seconds or mine.seconds >= other.seconds > 0 else other
+            for mine, other in zip(launches, theirs, strict=True)
+        ]
