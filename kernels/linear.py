@@ -5,8 +5,9 @@ exact, sums are float32, s is applied once at the end in float32. Row t of every
 whatever else is in the launch. docs/kernels.md has the tiling, docs/layouts.md the bytes.
 
 Every operation runs on torch's current stream and may be captured in a graph once `prepare` was called; it synchronises at
-most at its first launch on a stream. What was captured on one stream must not be replayed beside itself or others of it. All raise InputError if shapes, dtypes, strides, alignment or devices do not fit, and
-EnvironmentFault if a kernel cannot be built, loaded or started.
+most at its first launch on a stream. What was captured on one stream must not be replayed beside itself or others of that
+stream. All raise InputError if shapes, dtypes, strides, alignment or devices do not fit, and EnvironmentFault if a kernel
+cannot be built, loaded or started.
 """
 
 from collections.abc import Sequence

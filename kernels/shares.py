@@ -15,7 +15,12 @@ from ..checkpoint.errors import EnvironmentFault
 from .task import SWIGLU, Task
 
 WARPS, WARPS_OF_LARGE = 8, 16  # of a block that multiply, as in csrc/linear_task.cuh
-TURNS = {"nvfp4": 8, "fp8": 4, "fp8_blocks": 4, "half": 4}  # tiles that a warp takes at a time, as in csrc/encodings.cuh
+TURNS = {
+    "nvfp4": 8,
+    "fp8": 4,
+    "fp8_blocks": 4,
+    "half": 4,
+}  # tiles that a warp takes at a time, as in csrc/encodings.cuh
 COSTS = {"nvfp4": 9, "fp8": 8, "fp8_blocks": 8, "half": 16}  # of a turn in a mixture, as in csrc/linear_share.cuh
 SPARE = 4  # sets kept ready for captures to come, which must not allocate
 _BAND, _MOST_TOKENS = 32, 24
@@ -38,7 +43,7 @@ def threads(arch: str) -> int:
 
 def pages(tokens: int) -> int:
     """Bands whose sums a block holds for the warp that finishes them, for tokens rounded up to eights."""
-    return 2 if tokens < 24 else 1
+    return 2 if tokens <= 8 else 1
 
 
 def blocks_a_multiprocessor(arch: str) -> int:

@@ -31,8 +31,9 @@ MOST_BLOCKS = 16
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the decode linear runs on one card.
 
-    `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
-    a launch; 0 for as many as are there at a time on sm_80 and newer, and for a block a band before. `ablate`: what is left out to see what the rest costs, with wrong results.
+    `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share a
+    launch; 0 for as many as are there at a time on sm_80 and newer, and for a block a band before. `ablate`: what is left
+    out to see what the rest costs, with wrong results.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))

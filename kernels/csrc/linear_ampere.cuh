@@ -239,7 +239,7 @@ template <class Weight, int kTiles, bool kMixed> struct Turns {
 
 // What the warps leave to the finishing one: their sums of a band, in turns here and there where memory allows.
 template <int kTiles> struct Board {
-    static constexpr int kPages = kTiles < 3 ? 2 : 1;
+    static constexpr int kPages = kTiles == 1 ? 2 : 1;
     static constexpr int kAll = (kWarps + 1) * 32;
 
     float sums[kPages][kWarps][kTiles * kTokens][kRows + 1]; // a word of padding: lanes would meet in one bank

@@ -29,7 +29,10 @@ def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blo
     array = (ctypes.c_size_t * len(ranges))(*ranges)
     assert library.size_of_task() == ctypes.sizeof(Task)
     assert library.warps_of_a_block() == warps(library.arch)
-    assert library.emulate_linear(kernel, blocks, threads(library.arch), ctypes.byref(filled), len(ranges) // 2, array) == 0
+    assert (
+        library.emulate_linear(kernel, blocks, threads(library.arch), ctypes.byref(filled), len(ranges) // 2, array)
+        == 0
+    )
     assert (handed == -1).all(), "a block left what another was to take"
 
 
@@ -213,5 +216,6 @@ def test_a_mixture_cut_among_blocks_keeps_its_bits(host_kernels, encode):
     alone = np.concatenate([product(host_kernels, x, weight, blocks=1) for weight in weights], axis=1)
     for blocks in (2, 5):
         wide = torch.full((3, sum(shapes.values())), -7.0)
-        run(host_kernels, x, weights, list(wide.split(list(shapes.values()), dim=1)), FLOAT, blocks=blocks if is_shared(host_kernels.arch) else None)
+        outs, grid = list(wide.split(list(shapes.values()), dim=1)), blocks if is_shared(host_kernels.arch) else None
+        run(host_kernels, x, weights, outs, FLOAT, blocks=grid)
         np.testing.assert_array_equal(wide.numpy(), alone)
