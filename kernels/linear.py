@@ -4,10 +4,9 @@ y[t, n] = s[n] * sum_k x[t, k] * W[n, k], with W the stored values before the la
 exact, sums are float32, s is applied once at the end in float32. Row t of every output has the same bits for every T and
 whatever else is in the launch. docs/kernels.md has the tiling, docs/layouts.md the bytes.
 
-Every operation runs on torch's current stream and may be captured in a graph once `prepare` was called; it synchronises at
-most at its first launch on a stream. What was captured on one stream must not be replayed beside itself or others of that
-stream. All raise InputError if shapes, dtypes, strides, alignment or devices do not fit, and EnvironmentFault if a kernel
-cannot be built, loaded or started.
+Every operation runs on torch's current stream, neither synchronises nor needs a workspace, and may be captured in a graph
+once `prepare` was called. All raise InputError if shapes, dtypes, strides, alignment or devices do not fit, and
+EnvironmentFault if a kernel cannot be built, loaded or started.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from torch import Tensor
 from ..checkpoint.errors import InputError
 from . import reference
 from .module import load
-from .shares import is_shared, share, slots, threads
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, task
 from .tuning import choice, multiprocessors
 from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
@@ -28,9 +26,11 @@ __all__ = [
     "linears_reference", "prepare", "swiglu", "swiglu_reference",
 ]  # fmt: skip
 MAX_TOKENS = 24  # four lanes of one token and five drafts
+THREADS = 256
 LARGEST_HALF = 65504.0
 _TOKENS_A_PRODUCT = 8
-MIXED = "any"  # the kernel for matrices of different encodings
+MIXED = "any"  # the kernel for matrices of different encodings: a block an item
+_BAND_BYTES = {"half": 32, "fp8": 16, "fp8_blocks": 16, "nvfp4": 9}  # of a row of a tile
 SOURCES = {8: "linear_8.cu", 16: "linear_16.cu", 24: "linear_24.cu"}
 
 
@@ -65,8 +65,14 @@ def linears(
     outs = _checked_outputs(x, weights, outs, residuals, dtype, overflows)
     _check_device(x, weights)
     epilogue = FLOAT if dtype == torch.float32 else HALF
-    filled = task(x, list(weights), outs, epilogue, list(residuals) if residuals else None, overflows)
-    _launch(x, weights, filled)
+    # Bands of more bytes first: a block that begins last should not take longest.
+    order = sorted(range(len(weights)), key=lambda index: -_BAND_BYTES[weights[index].encoding])
+    filled = task(
+        *(x, [weights[index] for index in order], [outs[index] for index in order], epilogue),
+        *([residuals[index] for index in order] if residuals else None, overflows),
+    )
+    encodings = {weight.encoding for weight in weights}
+    _launch(x, encodings.pop() if len(encodings) == 1 else MIXED, filled)
     return outs
 
 
@@ -79,7 +85,7 @@ def swiglu(
     """
     out = _checked_swiglu(x, gate, up, out, overflows)
     _check_device(x, [gate, up])
-    _launch(x, [gate, up], task(x, [gate, up], [out], SWIGLU, None, overflows))
+    _launch(x, gate.encoding, task(x, [gate, up], [out], SWIGLU, None, overflows))
     return out
 
 
@@ -126,31 +132,20 @@ def swiglu_reference(
 
 
 def prepare(device: torch.device) -> None:
-    """Compile and load the kernels for a CUDA device, and set up what they need, so that no later call has to."""
+    """Compile and load the kernels for a CUDA device, so that no later call has to."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    tuned = choice(index)
     for source in SOURCES.values():
-        module = load(source, index, tuned.defines)
-    if is_shared(module.arch):
-        slots(index, module.arch, tuned.most_blocks(module.arch, multiprocessors(index))).of_stream()
+        load(source, index, choice(index).defines)
 
 
-def _launch(x: Tensor, weights: Sequence[Weight], filled: Task) -> None:
-    encodings = [weight.encoding for weight in weights]
-    kernel = encodings[0] if len(set(encodings)) == 1 else MIXED
+def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     padded = -(-x.shape[0] // _TOKENS_A_PRODUCT) * _TOKENS_A_PRODUCT
     device = x.device.index
     tuned = choice(device)
     module = load(SOURCES[padded], device, tuned.defines)
-    if is_shared(module.arch):
-        most = tuned.most_blocks(module.arch, multiprocessors(device))
-        handed = slots(device, module.arch, most).of_stream()  # lives as long as the process
-        blocks = share(filled, encodings, module.arch, most)
-        filled.handed = handed.data_ptr()
-    else:
-        blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
+    blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
-    module.launch(f"linear_{kernel}_{padded}", blocks, threads(module.arch), (filled,), shared_bytes, overlap=True)
+    module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes, overlap=True)
 
 
 def _product(x: Tensor, weight: Weight) -> Tensor:

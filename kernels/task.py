@@ -43,10 +43,7 @@ class Task(ctypes.Structure):
         ("items", ctypes.c_int),
         ("matrices", ctypes.c_int),
         ("epilogue", ctypes.c_int),
-        ("share", ctypes.c_int),
-        ("extra", ctypes.c_int),
         ("reserved", ctypes.c_int),
-        ("handed", ctypes.c_void_p),
         ("matrix", Matrix * MATRICES),
     ]
 

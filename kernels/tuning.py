@@ -15,14 +15,14 @@ import torch
 
 from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import cache_directory, write_atomically
-from .shares import blocks_a_multiprocessor, is_shared, pages, warps
 
-STAGES = {"nvfp4": 2, "fp8": 2, "half": 2}  # of each warp's ring of copies, as in csrc/encodings.cuh
+STAGES = {"nvfp4": 2, "fp8": 3, "half": 2}  # of each warp's ring of copies, as in csrc/encodings.cuh
 STAGE_BYTES = {
     "nvfp4": 8 * 288,
     "fp8": 4 * 544,
     "half": 4 * 1056,
 }  # a turn's tiles with the padding that spreads the banks
+_WARPS = 8
 _PADDED_BAND = 33  # floats a row of the warps' sums
 MOST_STAGES = 8
 MOST_BLOCKS = 16
@@ -31,9 +31,8 @@ MOST_BLOCKS = 16
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the decode linear runs on one card.
 
-    `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share a
-    launch; 0 for as many as are there at a time on sm_80 and newer, and for a block a band before. `ablate`: what is left
-    out to see what the rest costs, with wrong results.
+    `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
+    all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs, with wrong results.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -55,18 +54,13 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Blocks of a launch of `items` bands."""
         return min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
 
-    def most_blocks(self, arch: str, multiprocessors: int) -> int:
-        """Blocks that share a launch where blocks share items: what is resident, if nothing else was chosen."""
-        return (self.blocks_a_sm or blocks_a_multiprocessor(arch)) * multiprocessors
-
     def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
-        bands = pages(tokens) if is_shared(arch) else 1
-        sums = (bands * warps(arch) + 1) * tokens * _PADDED_BAND * 4
-        if not is_shared(arch):
+        sums = (_WARPS + 1) * tokens * _PADDED_BAND * 4
+        if int(arch.partition("_")[2]) < 80:
             return sums
         names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]
-        return sums + max(warps(arch) * self.stages[name] * STAGE_BYTES[name] for name in names)
+        return sums + max(_WARPS * self.stages[name] * STAGE_BYTES[name] for name in names)
 
 
 _override: ContextVar[Choice | None] = ContextVar("tuning_override", default=None)

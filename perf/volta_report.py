@@ -17,12 +17,10 @@ from pathlib import Path
 
 from ..checkpoint.errors import EnvironmentFault
 from ..kernels.build import build
-from ..kernels.linear import SOURCES
-from ..kernels.shares import WARPS
+from ..kernels.linear import SOURCES, THREADS
 from ..kernels.tuning import Choice
 
 ARCH = "compute_70"
-THREADS = 32 * WARPS
 MULTIPROCESSORS, CLOCK, BANDWIDTH = 80, 1.53e9, 900e9  # SXM2: Hz, bytes/s
 LATENCY = 600e-9  # s of a read under load
 REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 96 << 10, 64, 32

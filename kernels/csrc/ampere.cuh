@@ -49,6 +49,13 @@ __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned sel
     return __byte_perm(a, b, selector);
 }
 
+// Bits of `a` where `mask` has ones, of `b` elsewhere, by one instruction: the compiler's own way takes two.
+__device__ __forceinline__ unsigned chosen(unsigned mask, unsigned a, unsigned b) {
+    unsigned bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(bits) : "r"(mask), "r"(a), "r"(b));
+    return bits;
+}
+
 // One half of a pair in both halves.
 __device__ __forceinline__ unsigned both_lower(unsigned pair) {
     unsigned both;
@@ -59,37 +66,4 @@ __device__ __forceinline__ unsigned both_upper(unsigned pair) {
     unsigned both;
     asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(both) : "r"(pair));
     return both;
-}
-
-// Barrier `number` of a block, for `threads` of them: some only announce themselves, others wait for all.
-__device__ __forceinline__ void arrive_at(int number, int threads) {
-    asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void wait_at(int number, int threads) {
-    asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
-// 16 bytes that may have been written since this kernel began, through the caches; issued where it stands.
-__device__ __forceinline__ uint4 read_written(const uint4 *address) {
-    uint4 value;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(address)
-                 : "memory");
-    return value;
-}
-
-// 16 bytes that another block waits for, or writes: past the first-level cache.
-__device__ __forceinline__ uint4 load_now(const uint4 *address) {
-    uint4 value;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(address)
-                 : "memory");
-    return value;
-}
-__device__ __forceinline__ void store_now(uint4 *address, uint4 value) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y),
-                 "r"(value.z), "r"(value.w)
-                 : "memory");
 }

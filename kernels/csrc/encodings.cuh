@@ -1,11 +1,10 @@
 // What one lane holds of one row of a tile, for each encoding: 16 values times a power of two, as fp16 pairs.
 //
-// kBytes: of a row of a tile. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
-// such that the lanes' reads of four tiles meet all banks. kTurn: tiles that a warp takes at a time on sm_80 and newer,
-// kStages: of the ring of such turns. `load` reads global memory,
-// `take` a tile in shared memory, or `take_two` two rows of it; `prepare` comes before `pair`.
-// `quarter` j gives the pairs of columns 4j .. 4j + 3, and `arrange` the activations of eight columns in the same order.
-// `drop_lower` puts columns 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
+// kBytes: of a row of a tile. kTurn: tiles that a warp takes at a time. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
+// such that the lanes' reads of four tiles meet all banks. kStages: of the ring of such tiles. `load` reads global memory,
+// `take` a tile in shared memory, or `take_two` two rows of it; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
+// `arrange` the activations of eight columns in the same order. `drop_lower` puts columns
+// 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
 #pragma once
 #include "decode.cuh"
 #include "half.cuh"
@@ -13,11 +12,14 @@
 #include "shared.cuh"
 #include "volta.cuh"
 
+#ifndef NVFP4_TURN
+#define NVFP4_TURN 8
+#endif
 #ifndef NVFP4_STAGES
 #define NVFP4_STAGES 2
 #endif
 #ifndef FP8_STAGES
-#define FP8_STAGES 2
+#define FP8_STAGES 3
 #endif
 #ifndef HALF_STAGES
 #define HALF_STAGES 2
@@ -28,7 +30,7 @@ struct Nvfp4 {
     static constexpr float kUnit = 256.0f;
     static constexpr bool kBlocks = false, kGroupScales = true;
     static constexpr int kTileStride = kRows * kBytes + kRows; // the tile's scales behind its codes
-    static constexpr int kTurn = 8;
+    static constexpr int kTurn = NVFP4_TURN;
     static constexpr int kStages = NVFP4_STAGES;
 
     uint2 codes;
@@ -39,7 +41,7 @@ struct Nvfp4 {
         return {__ldcs(reinterpret_cast<const uint2 *>(words) + lane), __ldcs(scales + lane)};
     }
 
-    // A row and the next, by one read: their words stand together.
+    // A row and the next, by one read: their words stand together, and so do their scales.
     __device__ static void take_two(SharedAddress tile, int row, Nvfp4 &upper, Nvfp4 &lower) {
         const uint4 words = shared_16(tile + row * kBytes);
         const unsigned scales = shared_2(tile + kRows * kBytes + row);

@@ -6,8 +6,8 @@
 struct AdaNvfp4 : Nvfp4 {
     static constexpr float kUnit = 16384.0f;
 
-    // Of the codes' two words, a byte a code * 2^-14 with three bits of its neighbour between sign and exponent and one at
-    // the end: sign at bit 7 and magnitude at bits 3..1, where fp16's upper byte has them.
+    // Of the codes' two words, a byte a code * 2^-14: sign at bit 7 and magnitude at bits 3..1, as in the upper byte of fp16,
+    // and other bits of the word in between and at the end.
     unsigned even[2], odd[2];
 
     __device__ static void take_two(SharedAddress tile, int row, AdaNvfp4 &upper, AdaNvfp4 &lower) {
@@ -27,10 +27,7 @@ struct AdaNvfp4 : Nvfp4 {
         }
     }
 
-    // Bits of `a` where `mask` has ones, of `b` elsewhere.
-    __device__ static unsigned chosen(unsigned mask, unsigned a, unsigned b) { return (a & mask) | (b & ~mask); }
-
-    // Codes of two columns in a row stand two bytes apart. The multiplications are shifts for another pipe.
+    // Codes of two columns in a row stand two bytes apart. Products stand for shifts, which another pipe would have to do.
     __device__ void quarter(int j, unsigned &first, unsigned &second) const {
         const unsigned e = j % 2 ? even[j / 2] : even[j / 2] * 256, o = j % 2 ? odd[j / 2] : odd[j / 2] * 256;
         first = multiply_pairs(e & 0x8E008E00u, factor);

@@ -5,12 +5,7 @@
 constexpr int kRows = 32;    // rows of a band: the lanes of a warp
 constexpr int kColumns = 16; // columns of a tile: one nvfp4 group
 constexpr int kTokens = 8;   // tokens of one tensor-core product
-// Warps of a block, parts of K: they fix the order of additions, and so the bits.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-constexpr int kWarps = 16; // one block a multiprocessor, of more than 200 KB
-#else
-constexpr int kWarps = 8;
-#endif
+constexpr int kWarps = 8;    // of an item, parts of K: they fix the order of additions, and so the bits
 constexpr int kMatrices = 8; // of one launch
 
 enum Encoding { kNvfp4, kFp8, kFp8Blocks, kHalf };
@@ -41,10 +36,7 @@ struct Task {
     int items; // bands, or pairs of bands for SwiGLU: gate of matrix 0, up of matrix 1
     int matrices;
     int epilogue;
-    int share;     // what each block computes, in rounds by their bytes (sm_80 and newer, linear_share.cuh), ...
-    int extra;     // ... and how many of the first blocks compute one more
     int reserved;
-    void *handed;  // what a block hands on to the next: a slot a block, all bits set
     Matrix matrix[kMatrices];
 };
 

@@ -1,8 +1,6 @@
 // What the tests call of the emulated sources.
 extern "C" int size_of_task() { return sizeof(Task); }
 
-extern "C" int warps_of_a_block() { return kWarps; }
-
 extern "C" int emulate_linear(void (*kernel)(Task), int blocks, int threads, const Task *task, int count,
                               const size_t *ranges) {
     set_ranges(count, ranges);

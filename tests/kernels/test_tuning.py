@@ -49,18 +49,15 @@ def test_definitions_name_only_what_is_not_the_default():
 
 
 def test_blocks_share_the_bands():
-    assert [Choice().most_blocks(arch, 132) for arch in ("sm_80", "sm_90", "sm_120")] == [264, 132, 264]
-    assert Choice(blocks_a_sm=3).most_blocks("sm_90", 132) == 396
     assert Choice().blocks(160, 132) == 160
     assert Choice(blocks_a_sm=1).blocks(4000, 132) == 132 and Choice(blocks_a_sm=2).blocks(100, 80) == 100
 
 
 def test_shared_memory_of_rings_and_sums():
-    sums, of_two_bands, of_more_warps = (n * 8 * 33 * 4 for n in (9, 17, 33))
+    sums = 9 * 8 * 33 * 4
     assert Choice().shared_bytes("fp8", 8, "compute_70") == sums
-    whole = Choice().shared_bytes("fp8_blocks", 8, "sm_90") - of_more_warps
-    assert whole == 16 * STAGES["fp8"] * 4 * 544
-    assert Choice().shared_bytes("fp8_blocks", 8, "sm_86") - of_two_bands == 8 * STAGES["fp8"] * 4 * 544
+    whole = Choice().shared_bytes("fp8_blocks", 8, "sm_90") - sums
+    assert whole == 8 * STAGES["fp8"] * 4 * 544
     most = max(Choice().shared_bytes(name, 24, "sm_90") for name in STAGES)
     assert Choice().shared_bytes("any", 24, "sm_90") == most
     with pytest.raises(ValueError, match="stages from 2 to 8"):
