@@ -198,6 +198,18 @@ def _check(manifest: Manifest, path: Path) -> None:
         raise InputError(f"{path}: rank {rank} of {size} makes no sense.")
 
 
+def without_manifest(directory: Path) -> str:
+    """Why a directory without a manifest is none of ours, by what it looks like, and what to do."""
+    if any(directory.glob("rank-*-of-*")):
+        return f"{directory}: a folder of ranks. Name one of them, or give it where ranks are asked for."
+    if (directory / "config.json").is_file():
+        return (
+            f"{directory}: unfinished, or as it was downloaded: it has no {MANIFEST}. Run the stage that writes it again, "
+            "it will resume; or `duovolt convert` it first."
+        )
+    return f"{directory}: unfinished: it has no {MANIFEST}. Run the stage that writes it again; it will resume."
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The checked manifest of a finished directory.
 
@@ -208,9 +220,7 @@ def read_manifest(directory: Path) -> Manifest:
     if not directory.is_dir():
         raise InputError(f"{directory}: not a directory.")
     if not path.is_file():
-        raise InputError(
-            f"{directory}: unfinished: it has no {MANIFEST}. Run the stage that writes it again; it will resume."
-        )
+        raise InputError(without_manifest(directory))
     if path.stat().st_size > MAX_JSON:
         raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {MAX_JSON} allowed.")
     raw = path.read_bytes()

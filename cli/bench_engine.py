@@ -253,7 +253,7 @@ class _Setup:
 
     def prefill(self, tokens: int) -> Any:
         with self._torch.inference_mode():
-            self._bench.prefill(min(tokens, self._args.chunk + 64), self._args.chunk)  # kernels and library handles
+            self._bench.prefill(min(tokens, 3 * self._args.chunk), self._args.chunk)  # kernels and library handles
             return self._bench.prefill(tokens, self._args.chunk)
 
     def floor(self, found: Any) -> float | None:

@@ -92,6 +92,7 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
     launches = found.launches
     if pair is not None:
         launches = pair.slower(launches)
+        pair.close()
     times = LaunchTimes(
         read_machine(device), [f"{one.label}, {one.tp} ranks" for one in models], launches, found.chains, replay
     )

@@ -12,6 +12,7 @@ from ..model.partition import MAX_RANKS
 from ..perf.errors import ErrorRow, error_table
 from ..perf.fullsize import FullSize, Step, machine, run_full_size
 from ..perf.pipeline import Conversion, Race, race_conversion, race_quantisers
+from ..perf.processes import require_new
 from ..perf.stages import StageRaces, race_stages
 
 EXAMPLE = """examples:
@@ -144,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--tp {args.tp}: expected 1 to {MAX_RANKS}.")
     if (args.stages or args.full) and args.work is None:
         raise InputError("--stages and --full write gigabytes: name a new directory for them with --work.")
+    require_new(args.work, args.apart)
     if args.stages or args.full:
         return _run_stages(args) if args.stages else _run_full(args)
     if args.quantisers:

@@ -19,7 +19,7 @@ _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false"
 _OTHERS = {  # other commands' and the test doors'
     f"{PREFIX}{name}"
     for name in (
-        "COUNT_WRITES", "FAIL_AT_WRITE", "FUZZ", "KERNELS", "LOCKSTEP_FAULT", "LOCKSTEP_LOG", "MAILBOX_FAULT",
+        "COUNT_WRITES", "FAIL_AT_WRITE", "FUZZ", "KERNELS", "LINK_FAULT", "LOCKSTEP_FAULT", "LOCKSTEP_LOG", "MAILBOX_FAULT",
         "START_FAULT", "STOP_AT_WRITE",
     )
 }  # fmt: skip

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 from ..checkpoint.errors import DuovoltError
@@ -49,10 +50,17 @@ BAD_PATH = (
 )  # the user's mistake, not the disk's
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line, as all others are: of many options, usage hides what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` shows what there is.\n")
+
+
 def _parser(command: str) -> tuple[argparse.ArgumentParser, object]:
     module_name, summary = COMMANDS[command]
     module = importlib.import_module(f".{module_name}", __package__)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"duovolt {command}", description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.configure(parser)

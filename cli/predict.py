@@ -115,15 +115,30 @@ def describe(found: Forecast) -> list[str]:
 
 
 def _what_if(case: Case, card: Card) -> list[str]:
+    """One line a change. Where launches were measured but not those of the change, by what the card file makes of it."""
     base, lines = case.forecast(card), []
+    plain = card.without_launches()
     for what, changed in variants(case, card):
-        other = changed.forecast(card)
-        change = other.seconds - base.seconds
+        measured, launches = coverage(changed.ledger().launches, card.exact)
+        if card.exact and measured < launches:
+            before, other = (_unmeasured(one, card).forecast(plain) for one in (case, changed))
+            seconds, mark = base.seconds * other.seconds / before.seconds, "  by the card file"
+        else:
+            other = changed.forecast(card)
+            seconds, mark = other.seconds, ""
+        change, rate = seconds - base.seconds, other.tokens / seconds
         lines.append(
-            f"  if {what:<36}{other.seconds * 1e3:>8.2f} ms ({change * 1e3:+.2f}) {other.rate:>8.1f} tok/s "
-            f"({other.rate / base.rate - 1:+.1%})"
+            f"  if {what:<36}{seconds * 1e3:>8.2f} ms ({change * 1e3:+.2f}) {rate:>8.1f} tok/s "
+            f"({rate / base.rate - 1:+.1%}){mark}"
         )
     return lines
+
+
+def _unmeasured(case: Case, card: Card) -> Case:
+    """The case with a link of the card file in place of a measured one."""
+    if case.setting.link != MEASURED:
+        return case
+    return replace(case, setting=replace(case.setting, link=next(iter(card.links), "none")))
 
 
 def _check(args: argparse.Namespace) -> int:

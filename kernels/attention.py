@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import reference
+from . import checks, reference
 from .checks import check, check_dimensions, launch
-from .kvcache import DIM, PAGE, KVCache
+from .kvcache import BLOCK, DIM, PAGE, KVCache
 from .norm import check_heads, staged
 
 SOURCE = "attention.cu"
 MAX_TOKENS = 8
 MAX_SEQUENCES = 4
-TIERS = ((0, 128), (2048, 256), (8192, 512))  # from this position on, segments of this length
+TIERS = ((0, 128), (2048, 256), (8192, 512), (65536, 1024))  # from this position on, segments of this length
 MAX_SEGMENTS = 2560
-_THREADS = 256
 _MERGE_THREADS = 512
 _TILE_ROWS = 8  # query rows of a tensor-core product
-_ROW_BYTES = 2 * (DIM + 8)  # of shared memory: queries, and the weights of two pages
+_ROW_BYTES = 2 * (DIM + 8)  # of shared memory: queries, and on sm_70 the weights of two pages
+_WEIGHT_BYTES = 2 * (PAGE + 8) + 4 * 4 + 4 * 4  # of a row on newer cards: a page's weights, four peaks, four offsets
 _MAX_TILES = 5
 
 
@@ -91,18 +91,19 @@ def decode_attention(
     partial = torch.empty(tokens, q_heads, segments, DIM, dtype=torch.float16, device=query.device)
     stats = torch.empty(tokens, q_heads, segments, 2, dtype=torch.float32, device=query.device)
     kind = "int8" if cache.is_int8 else "fp16"
+    arch = int(checks.module_on(SOURCE, query.device).arch.partition("_")[2])
     launch(
         SOURCE,
         f"attention_{kind}_{tiles}",
         (cache.kv_heads, sequences.starts.shape[0] * passes, segments),
-        _THREADS,
+        threads(arch),
         (
             *(query, cache.keys, cache.key_scales, cache.values, cache.value_scales, cache.pages),
             *(sequences.tables, sequences.tables.shape[1], sequences.starts, sequences.counts, sequences.firsts),
             *(partial, stats, q_heads, passes, pass_tokens, DIM**-0.5),
         ),
         query.device,
-        shared_bytes(tiles),
+        shared_bytes(tiles, arch, int8=cache.is_int8),
         overlap=True,
     )
     strides = (0, 0) if gate is None else gate.stride()[:2]
@@ -142,9 +143,18 @@ def decode_attention_reference(
     return out
 
 
-def shared_bytes(tiles: int) -> int:
-    """Dynamic shared memory of a block with so many tiles of rows."""
-    return 3 * tiles * _TILE_ROWS * _ROW_BYTES
+def threads(arch: int) -> int:
+    """Of a block of the kernel as compiled for sm_`arch`."""
+    return 256 if arch < 80 else 128
+
+
+def shared_bytes(tiles: int, arch: int, *, int8: bool) -> int:
+    """Dynamic shared memory of a block with so many tiles of rows, as compiled for sm_`arch`; newer than sm_70: with a page."""
+    rows = tiles * _TILE_ROWS
+    if arch < 80:
+        return 3 * rows * _ROW_BYTES
+    page = PAGE * (2 * DIM * (1 if int8 else 2) + 3 * 2 * DIM // BLOCK)  # scales of keys, and of values in two orders
+    return page + rows * (_ROW_BYTES + _WEIGHT_BYTES)
 
 
 def _passes(max_tokens: int, group: int) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ import torch
 
 from ..checkpoint.errors import EnvironmentFault, InputError
 from .build import INSTALL, OLDEST, image_for
+from .launching import Parameters, current_context, current_stream, starter
 
 Argument = (
     torch.Tensor | int | float | ctypes.Structure | ctypes.c_void_p | None
@@ -90,7 +91,9 @@ class Module:
             self._module = self._call("cuModuleLoadData", image, what=f"loading {source} ({self.arch})")
         finally:
             self._call("cuCtxPopCurrent")
+        self._handle = int(self._context)
         self._functions: dict[str, Any] = {}
+        self._starts: dict[str, int] = {}  # the same as plain numbers
         self._shared: dict[str, int] = {}
         self._configs: dict[tuple[int, ...], Any] = {}
         self._overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
@@ -110,27 +113,30 @@ class Module:
         it begins before the launch before it has ended; the kernel must call `await_previous` on every way to its end.
         Raises EnvironmentFault if the driver refuses.
         """
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        values = [_as_ctypes(item) for item in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        stream, parameters = current_stream(self._device), Parameters(arguments)
         grid = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1)[:3]
         # The thread's current context may be another device's, and torch's own notion of it must not change.
-        self._call("cuCtxPushCurrent", self._context)
+        elsewhere = current_context() != self._handle
+        if elsewhere:
+            self._call("cuCtxPushCurrent", self._context)
         try:
-            function = self._function(name, shared_bytes)
             if overlap and self._overlaps and _overlapping.get():
                 config = self._overlapped(grid, threads, shared_bytes)
                 config.hStream = stream
-                self._call(
-                    "cuLaunchKernelEx", config, function, ctypes.addressof(pointers), 0, what=f"launching {name}"
-                )
+                function = self._function(name, shared_bytes)
+                self._call("cuLaunchKernelEx", config, function, parameters.address, 0, what=f"launching {name}")
             else:
+                start = self._starts.get(name, 0)
+                if not start or shared_bytes > self._shared.get(name, 0):
+                    start = self._starts[name] = int(self._function(name, shared_bytes))
                 where = (*grid, threads, 1, 1, shared_bytes, stream)
-                self._call("cuLaunchKernel", function, *where, ctypes.addressof(pointers), 0, what=f"launching {name}")
+                if status := starter()(start, *where, parameters.address, None):
+                    self._check(self._driver.CUresult(status), f"launching {name}")
             if (counter := _launches.get()) is not None:
                 counter[self.arch] += 1
         finally:
-            self._call("cuCtxPopCurrent")
+            if elsewhere:
+                self._call("cuCtxPopCurrent")
 
     def attribute(self, name: str, attribute: str) -> int:
         """A `CUfunction_attribute` of kernel `name`, for example NUM_REGS or SHARED_SIZE_BYTES."""
@@ -169,12 +175,15 @@ class Module:
 
     def _call(self, function: str, *arguments: Any, what: str = "") -> Any:
         status, *values = getattr(self._driver, function)(*arguments)
+        self._check(status, what or function)
+        return values[0] if values else None
+
+    def _check(self, status: Any, what: str) -> None:
         if int(status) != 0:
             _, name = self._driver.cuGetErrorName(status)
             _, text = self._driver.cuGetErrorString(status)
             reason = f"{text.decode()} ({name.decode()})" if text and name else f"error {int(status)}"
-            raise EnvironmentFault(f"{what or function} failed on GPU {self._device}: {reason}.")
-        return values[0] if values else None
+            raise EnvironmentFault(f"{what} failed on GPU {self._device}: {reason}.")
 
 
 def load(source: str, device: int, defines: tuple[str, ...] = ()) -> Module:
@@ -183,8 +192,12 @@ def load(source: str, device: int, defines: tuple[str, ...] = ()) -> Module:
     Raises EnvironmentFault if it cannot be compiled, loaded, or the card is too old.
     """
     arch = _forced_arch.get()
-    arches = arches_for(torch.cuda.get_device_capability(device)) if arch is None else [arch]
-    return _loaded(source, device, tuple(arches), defines)
+    return _loaded(source, device, _arches_of(device) if arch is None else (arch,), defines)
+
+
+@functools.cache
+def _arches_of(device: int) -> tuple[str, ...]:
+    return tuple(arches_for(torch.cuda.get_device_capability(device)))
 
 
 @functools.cache
@@ -200,16 +213,6 @@ def _first_image(source: str, arches: list[str], defines: tuple[str, ...]) -> tu
         except (EnvironmentFault, InputError) as fault:  # InputError: an architecture younger than the compiler
             faults.append(str(fault))
     raise EnvironmentFault(" ".join(dict.fromkeys(faults)))
-
-
-def _as_ctypes(item: Argument) -> Any:
-    if isinstance(item, torch.Tensor):
-        return ctypes.c_void_p(item.data_ptr())
-    if isinstance(item, float):
-        return ctypes.c_float(item)
-    if isinstance(item, int):
-        return ctypes.c_int(item)
-    return ctypes.c_void_p(None) if item is None else item
 
 
 @functools.cache

@@ -6,7 +6,6 @@ cache is decoded to fp16 in a row, and torch's fused attention does the products
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..checkpoint.errors import InputError
 from . import checks, reference
@@ -82,17 +81,25 @@ def prefill_attention(
     shares = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device)[0] >= 8
     if not shares:
         keys, values = (x.repeat_interleave(heads // cache.kv_heads, dim=0) for x in (keys, values))
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        keys[None],
-        values[None],
-        attn_mask=causal_lower_right(tokens, start + tokens),
-        scale=DIM**-0.5,
-        enable_gqa=shares,
-    )[0].transpose(0, 1)
+    attended = _attend(query.transpose(0, 1)[None], keys[None], values[None], shares)[0].transpose(0, 1)
     if gate is None:
         return out.copy_(attended.flatten(1))
     return output_gate(attended.float().contiguous(), gate, out=out)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, shares: bool) -> Tensor:
+    """[1, heads, T, 256] over [1, heads or KV heads, length, 256], whose last T positions are the rows' own.
+
+    What torch calls `causal_lower_right`, whose module takes seconds to import, in every process.
+    """
+    tokens, length, scale = query.shape[2], keys.shape[2], DIM**-0.5
+    params = torch.backends.cuda.SDPAParams(query, keys, values, None, 0.0, True, shares)
+    if query.is_cuda and torch.backends.cuda.can_use_flash_attention(params):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, keys, values, 0.0, is_causal=True, return_debug_mask=False, scale=scale)[0]
+    mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=shares)
 
 
 def _own(query: Tensor, cache: KVCache, table: Tensor, start: int, gate: Tensor | None, out: Tensor) -> Tensor:

@@ -142,6 +142,10 @@ class Card:
         replays = [file.replay for file in files if file.replay]
         return replace(self, exact=by_key(files), chains=chains, replay=replays[-1] if replays else 0.0)
 
+    def without_launches(self) -> "Card":
+        """As it was before."""
+        return replace(self, exact={}, chains={}, replay=0.0)
+
     @property
     def has_exchanges(self) -> bool:
         """Whether sums between two cards were measured."""

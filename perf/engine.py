@@ -43,6 +43,8 @@ FAMILIES = (  # kernel family -> what its kernels' names hold; the first that fi
 class Alone:
     """One of two ranks without its twin, for measuring: sums are its own part, gathers leave the other's place as it is."""
 
+    halves = False
+
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank, self.name = size, rank, "alone"
 
@@ -91,12 +93,16 @@ class RoundFigures:
 
 @dataclass(frozen=True)
 class PrefillFigures:
-    """A prompt of `tokens` read in chunks, to its answer's first token, in seconds; the same without the first token."""
+    """A prompt of `tokens` read in chunks, to its answer's first token, in seconds.
+
+    through: when the host was through with each chunk, in seconds from the beginning; the card may have been behind.
+    """
 
     tokens: int
     chunk: int
     seconds: float
     overflows: int
+    through: list[float]
 
 
 class Bench:
@@ -144,17 +150,18 @@ class Bench:
         lane = self._lane(0, prompt, 8)
         self.executor.open(lane)
         self._settle()
-        begun = time.perf_counter()
+        begun, through = time.perf_counter(), []
         while lane.read < tokens:
             count = min(chunk, tokens - lane.read)
             self.executor.prefill(lane, lane.read, count)
             lane.read += count
+            through.append(time.perf_counter() - begun)
         outcome = self.executor.first(lane)
         seconds = time.perf_counter() - begun
         self.executor.close(lane)
         if outcome.fault is not None:
             raise EnvironmentFault(f"the first token after {tokens} tokens: {outcome.fault}")
-        return PrefillFigures(tokens, chunk, seconds, self.executor.overflows)
+        return PrefillFigures(tokens, chunk, seconds, self.executor.overflows, through)
 
     def chunk_overlap(self, start: int, chunk: int, seed: int = 0) -> Overlap | None:
         """Where the exchanges of a prompt's chunk from `start` on stand: beside computation, or by themselves."""

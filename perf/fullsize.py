@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.container import ITEMSIZE
-from ..checkpoint.errors import InputError
 from ..checkpoint.manifest import read_manifest
 from ..model.config import ModelConfig
 from ..model.inventory import inventory
-from .processes import files_below, run_duovolt, size_of
+from .processes import files_below, require_new, run_duovolt, size_of
 from .stages import RELEASE
 
 AXES = {None: "replicated", 0: "column parallel", 1: "row parallel"}
@@ -65,8 +64,7 @@ def run_full_size(
     `work` is a new directory and removed again; `tell` gets each step as it ends. Raises InputError if `work` exists,
     and what a stage ends with.
     """
-    if work.exists():
-        raise InputError(f"{work}: exists. The benchmark makes and removes this directory; name a new one.")
+    require_new(work)
     source, converted, ranks = work / "source", work / "converted", work / "ranks"
     steps: list[Step] = []
 

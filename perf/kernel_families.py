@@ -80,6 +80,8 @@ def _cache(positions: int, device: torch.device, *, int8: bool) -> KVCache:
 
 def attention(device: torch.device) -> Iterator[Measurement]:
     """Decode at depth, and a prompt's chunk against torch's attention on keys and values that stand in a row."""
+    from torch.nn.attention.bias import causal_lower_right  # takes seconds, and only this needs it
+
     for form, positions, counts in (("int8", 186_048, (1, 2, 4, 6)), ("int8", 32_000, (1, 4)), ("fp16", 186_048, (4,))):
         int8 = form == "int8"
         nbytes = positions * KV_HEADS * (2 * DIM + 16 if int8 else 4 * DIM)
@@ -100,7 +102,7 @@ def attention(device: torch.device) -> Iterator[Measurement]:
         theirs = partial(
             torch.nn.functional.scaled_dot_product_attention,
             *(query.transpose(0, 1)[None], keys[None], values[None]),
-            attn_mask=torch.nn.attention.bias.causal_lower_right(tokens, positions),
+            attn_mask=causal_lower_right(tokens, positions),
             scale=DIM**-0.5,
             enable_gqa=True,
         )

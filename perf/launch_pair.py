@@ -16,7 +16,7 @@ from ..runtime.parallel.shared import SharedFile
 from ..runtime.parallel.ways import open_way
 from .device_timing import Together
 from .launch_file import LaunchTime
-from .pair import MEETING_SECONDS, WAIT_SECONDS
+from .pair import MEETING_SECONDS, WAIT_SECONDS, part
 
 
 class Pair:
@@ -26,8 +26,9 @@ class Pair:
         self._mailbox = Mailbox(Region(SharedFile.attach(name).memory), rank, MEETING_SECONDS)
         self._mailbox.meet(MEETING_SECONDS)
         self.link = open_way(Choice.parse(way), self._mailbox, device, WAIT_SECONDS)
-        part, out = torch.zeros(1, 256, device=device).half(), torch.zeros(1, 256, device=device)
-        self.together = Together(partial(exchange_bytes, self._mailbox, b""), partial(self.link.reduce, part, out))
+        self._meet = partial(exchange_bytes, self._mailbox, b"")
+        piece, out = torch.zeros(1, 256, device=device).half(), torch.zeros(1, 256, device=device)
+        self.together = Together(self._meet, partial(self.link.reduce, piece, out))
 
     def slower(self, launches: list[LaunchTime]) -> list[LaunchTime]:
         """Of each launch the slower rank's time; a round waits for it. Raises CheckFailed if the ranks measured other things."""
@@ -40,3 +41,7 @@ class Pair:
             mine if not mine.seconds or mine.seconds >= other.seconds > 0 else other
             for mine, other in zip(launches, theirs, strict=True)
         ]
+
+    def close(self) -> None:
+        """Part from the other rank, once both have come to it."""
+        part(self.link, self._meet)

@@ -105,7 +105,7 @@ class _Heard:
     """A link with wrapped exchanges; it has `reduce_norm` only if the link has."""
 
     def __init__(self, link: DeviceCollective, heard: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        self.rank, self.size, self.name = link.rank, link.size, link.name
+        self.rank, self.size, self.name, self.halves = link.rank, link.size, link.name, link.halves
         self.reduce_large, self.check = link.reduce_large, link.check
         for name in EXCHANGES:
             if hasattr(link, name):

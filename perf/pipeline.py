@@ -22,7 +22,7 @@ from ..checkpoint.layouts import ROWS
 from ..convert.quantisers import QUANTISERS, compiled
 from ..convert.quantisers.bands import BandEncoder
 from .peers import Peer, fp8_peer, nvfp4_peer
-from .processes import copy_files, run_duovolt, timed
+from .processes import copy_files, require_new, run_duovolt, timed
 from .specimen import write_source
 
 BAND_ROWS = 4 * ROWS
@@ -128,8 +128,7 @@ def race_conversion(work: Path, nbytes: int, rounds: int, workers: int, recipe: 
 
     Raises InputError if `work` exists, EnvironmentFault if the disk is too small.
     """
-    if work.exists():
-        raise InputError(f"{work}: exists. The benchmark makes and removes this directory; name a new one.")
+    require_new(work)
     try:
         total = write_source(work / "source", nbytes)
         converts, copies, peaks = [], [], []

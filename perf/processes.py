@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.errors import DuovoltError
+from ..checkpoint.errors import DuovoltError, InputError
 
 
 @dataclass(frozen=True)
@@ -107,3 +107,10 @@ def timed(action: Callable[[], object]) -> float:
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
+
+
+def require_new(*places: Path | None) -> None:
+    """Raises InputError for a directory of a benchmark that exists: it is removed at the end."""
+    for place in places:
+        if place is not None and place.exists():
+            raise InputError(f"{place}: exists. The benchmark makes and removes this directory; name a new one.")

@@ -73,6 +73,8 @@ class Endpoint:
     """One server. `key` goes into every request's Authorization header."""
 
     def __init__(self, url: str, key: str | None, silence_seconds: float) -> None:
+        if not url.lower().startswith(("http://", "https://")):
+            raise InputError(f"--url {url}: begin it with http:// or https://.")
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Accept-Encoding": "identity"}  # pieces are read as they come
         if key is not None:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..checkpoint.errors import InputError
-from .processes import Measured, copy_files, drop_cache, files_below, flush, run_duovolt, size_of, timed
+from .processes import Measured, copy_files, drop_cache, files_below, flush, require_new, run_duovolt, size_of, timed
 from .specimen import write_source
 
 BLOCK = 1 << 20  # bytes a read of the plain pass: the best of 64 KB to 8 MB on the machine of docs/benchmarks.md
@@ -155,9 +154,7 @@ def race_stages(
     memory, for a split whose reading is not in the way of its writing; removed again.
     Raises InputError if `work` or `apart` exists, EnvironmentFault if the disk is too small.
     """
-    for place in (work, apart):
-        if place is not None and place.exists():
-            raise InputError(f"{place}: exists. The benchmark makes and removes this directory; name a new one.")
+    require_new(work, apart)
     try:
         converted, ranks = _make_converted(work, nbytes, workers), work / "ranks"
         found = []

@@ -60,7 +60,7 @@ def _attention() -> dict[str, Unit]:
     for form, page in (("int8", PAGE * (2 * DIM + 16)), ("fp16", PAGE * 4 * DIM)):
         for tiles in range(1, 6):
             found[f"attention_{form}_{tiles}"] = Unit(
-                256, PRODUCTS, page, shared=attention_shared_bytes(tiles), flight=page
+                256, PRODUCTS, page, shared=attention_shared_bytes(tiles, 70, int8=form == "int8"), flight=page
             )
     return found
 

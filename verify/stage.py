@@ -10,7 +10,7 @@ from ..checkpoint.directory import INDEX, MANIFEST, QUARANTINE, Checkpoint, read
 from ..checkpoint.encodings import INDEX_ENCODINGS, STORED_AS_IS, encoding_parts, part_name
 from ..checkpoint.errors import CheckFailed, DuovoltError, InputError
 from ..checkpoint.layouts import ROWS, layout_named, stored_shape
-from ..checkpoint.manifest import Manifest, TensorRecord, has_manifest, read_manifest
+from ..checkpoint.manifest import Manifest, TensorRecord, has_manifest, read_manifest, without_manifest
 from ..model.config import ModelConfig
 from ..model.inventory import DRAFT_IDS, TensorSpec, inventory
 from .form import check_form
@@ -62,9 +62,7 @@ def _read_manifest(path: Path, label: str, report: Report) -> Manifest | None:
     if not path.is_dir():
         raise InputError(f"{path}: not a directory.")
     if not has_manifest(path):
-        raise InputError(
-            f"{path}: unfinished: it has no {MANIFEST}. Run the stage that writes it again; it will resume."
-        )
+        raise InputError(without_manifest(path))
     try:
         manifest = read_manifest(path)
         if (path / MANIFEST).read_bytes() != manifest.encode():

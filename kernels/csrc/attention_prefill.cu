@@ -10,8 +10,6 @@ template <class Cache> constexpr int kRowTiles = Cache::kScaled ? 8 : 7; // what
 template <class Cache> constexpr int kQueryRows = kRowTiles<Cache> * kTileRows;
 constexpr int kScorePitch = kPage + 4;  // FP32
 constexpr int kWeightPitch = kPage + 8; // fp16: eight rows meet all banks
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kNothing = -1e30f; // below every score, and finite
 
 template <class Cache> struct PrefillShared {
     unsigned short queries[kQueryRows<Cache> * kRowHalves];

@@ -14,9 +14,9 @@ __device__ __forceinline__ void add(int *address, int value) { atomicAdd(address
 // Reads that pass once and should not push other data out of the caches.
 template <class T> __device__ __forceinline__ T stream(const T *address) { return __ldcs(address); }
 
-// Where launches overlap (sm_90 and newer, `overlap` of a launch): waits until the launch before has ended and what it wrote
-// can be read, then lets the next one begin. So one launch before is unfinished at most, and until here a kernel may only
-// read what no launch writes just before it, and write what only itself uses. Elsewhere nothing happens.
+// Where launches overlap (sm_90 and newer, `overlap` of a launch): `await_previous` returns when all launches before have
+// ended and what they wrote can be read; `admit_next` lets the next one begin. Until a kernel has waited it may only read
+// weights, tables and what it alone keeps, and only write the latter. Elsewhere nothing happens.
 __device__ __forceinline__ void await_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

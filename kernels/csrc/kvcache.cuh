@@ -23,15 +23,20 @@ template <int kPiece> __device__ __forceinline__ int value_index(int position, i
 
 // Positions are cut into segments at fixed places, shorter ones near the start, where there would be too few blocks. So a
 // token's segments depend on its position alone.
-constexpr int kSecondTier = 2048, kThirdTier = 8192;
+constexpr int kSecondTier = 2048, kThirdTier = 8192, kFourthTier = 65536; // segments of 128 below, then of 256, 512, 1,024
+constexpr int kSecondSegment = kSecondTier / 128, kThirdSegment = kSecondSegment + (kThirdTier - kSecondTier) / 256,
+              kFourthSegment = kThirdSegment + (kFourthTier - kThirdTier) / 512;
+constexpr int kSegmentPages = 1024 / kPage; // of the longest
 
 __device__ __forceinline__ int segment_of(int position) {
-    return position < kSecondTier  ? position / 128
-           : position < kThirdTier ? 16 + (position - kSecondTier) / 256
-                                   : 40 + (position - kThirdTier) / 512;
+    return position < kSecondTier   ? position / 128
+           : position < kThirdTier  ? kSecondSegment + (position - kSecondTier) / 256
+           : position < kFourthTier ? kThirdSegment + (position - kThirdTier) / 512
+                                    : kFourthSegment + (position - kFourthTier) / 1024;
 }
 __device__ __forceinline__ int segment_begin(int segment) {
-    return segment < 16   ? segment * 128
-           : segment < 40 ? kSecondTier + (segment - 16) * 256
-                          : kThirdTier + (segment - 40) * 512;
+    return segment < kSecondSegment   ? segment * 128
+           : segment < kThirdSegment  ? kSecondTier + (segment - kSecondSegment) * 256
+           : segment < kFourthSegment ? kThirdTier + (segment - kThirdSegment) * 512
+                                      : kFourthTier + (segment - kFourthSegment) * 1024;
 }

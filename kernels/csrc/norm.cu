@@ -14,12 +14,13 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
     float4 values[kRowQuads], weights[kRowQuads], more[kRowQuads]; // all asked for at once: one wait
+    admit_next();
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * blockDim.x + threadIdx.x;
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
-    take_over();
+    await_previous();
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * blockDim.x + threadIdx.x;
@@ -49,8 +50,9 @@ __device__ __forceinline__ void gated(const float *x, const float *gate, int gat
                                       unsigned short *out, int *overflows, int heads, float eps) {
     const size_t row = blockIdx.x;
     const int lane = threadIdx.x % 32, first = (blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32) * kEach;
+    admit_next();
     const float4 w = read(reinterpret_cast<const float4 *>(weight) + lane);
-    take_over();
+    await_previous();
     float4 v[kEach], z[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {

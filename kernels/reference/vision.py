@@ -5,8 +5,10 @@ Weights of 16 bits are widened where they are used: a tower costs the memory of 
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SCORES_BYTES = 256 << 20  # of attention scores at a time, where a backend keeps them
+LARGEST_HALF = 65504.0
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -30,10 +32,13 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def attend_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Every patch attends to every patch: [T, H, D] each -> softmax(q k^T / sqrt(D)) v, [T, H, D].
+    """Every patch attends to every patch: float32 [T, H, D] each -> softmax(q k^T / sqrt(D)) v, [T, H, D].
 
-    A few queries at a time where there are many: memory does not grow with T squared, whichever backend torch takes.
+    On a GPU the operands are rounded to fp16 for a fused kernel of torch's, which keeps no scores; elsewhere float32, a few
+    queries at a time where there are many, so that memory does not grow with T squared.
     """
+    if query.is_cuda:
+        return attend_all_half(query, key, value)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     tokens, heads = query.shape[:2]
     step = max(1, SCORES_BYTES // (4 * heads * tokens))
@@ -42,6 +47,28 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         for first in range(0, tokens, step)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[0].transpose(0, 1)
+
+
+def attend_all_half(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As `attend_all`, with operands in fp16, sums in FP32.
+
+    Powers of two, which change no bit of a product, bring queries and keys to one size, and values to at most 1: so neither
+    end of fp16 is near. What would not fit even then (largest query times largest key above 2^30) becomes the largest number.
+    """
+    sizes = [torch.frexp(x.abs().amax()).exponent for x in (query, key, value)]
+    shift = torch.div(sizes[1] - sizes[0], 2, rounding_mode="floor")
+    pad = -query.shape[2] % 8  # fused kernels want multiples of 16 bytes
+    operands = [
+        torch.nn.functional.pad(torch.ldexp(x, by).clamp(-LARGEST_HALF, LARGEST_HALF).half(), (0, pad))
+        for x, by in ((query, shift), (key, -shift), (value, -sizes[2]))
+    ]
+    q, k, v = (x.transpose(0, 1)[None] for x in operands)
+    scale = query.shape[2] ** -0.5
+    with sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] if query.is_cuda else SDPBackend.MATH
+    ):
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+    return torch.ldexp(attended[0].transpose(0, 1)[..., : query.shape[2]].float(), sizes[2])
 
 
 def grid_positions(rows: int, columns: int, merge: int, device: torch.device | str = "cpu") -> Tensor:

@@ -21,7 +21,8 @@ TRANSPORTS = ("ipc", "host", "nccl")
 SECONDS = 90.0  # of one pair of children, their start included
 PROBE = "duovolt.runtime.parallel.probe"
 CLEARLY = 0.8
-_WORD = "expected host, ipc or nccl, and then nccl=BYTES and peer"
+SLOW = 1 / 40e3  # microseconds a byte: below 40 GB/s a prompt's exchanges are worth hiding (docs/collectives.md)
+_WORD = "expected host, ipc or nccl, and then nccl=BYTES, halves and peer"
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Choice:
-    """The way for small messages; from how many bytes on NCCL takes large ones (None: never); and whether NCCL may use
-    peer memory."""
+    """The way for small messages; from how many bytes on NCCL takes large ones (None: never); whether NCCL may use peer
+    memory; and whether a prompt's chunk goes in two halves, so that one's exchange stands beside the other's computation."""
 
     small: Small
     nccl_from: int | None
     peer_memory: bool
     found: tuple[Verdict, ...] = ()
+    halves: bool = False
 
     def __str__(self) -> str:
         if self.small == "nccl":
@@ -62,23 +64,28 @@ class Choice:
             large = ", large messages too"
         else:
             large = f", nccl from {self.nccl_from >> 10} KB"
-        return f"{self.small}{large}; found: {'; '.join(map(str, self.found))}"
+        halves = ", chunks in halves" if self.halves else ""
+        return f"{self.small}{large}{halves}; found: {'; '.join(map(str, self.found))}"
 
     @property
     def argument(self) -> str:
         """As a word for a rank's command line; `Choice.parse` reads it."""
         large = [] if self.nccl_from is None else [f"nccl={self.nccl_from}"]
-        return ",".join([self.small, *large, *(["peer"] if self.peer_memory else [])])
+        flags = [word for word, is_so in (("halves", self.halves), ("peer", self.peer_memory)) if is_so]
+        return ",".join([self.small, *large, *flags])
 
     @staticmethod
     def parse(text: str) -> Choice:
         """Raises InputError if it is no `argument`."""
         small, *more = text.split(",")
         peer_memory = more[-1:] == ["peer"]
-        large = [word.removeprefix("nccl=") for word in (more[:-1] if peer_memory else more)]
+        more = more[:-1] if peer_memory else more
+        halves = more[-1:] == ["halves"]
+        more = more[:-1] if halves else more
+        large = [word.removeprefix("nccl=") for word in more]
         if small not in TRANSPORTS or len(large) > 1 or not all(word.isdecimal() for word in large):
             raise InputError(f"--collective {text}: {_WORD}.")
-        return Choice(cast(Small, small), int(large[0]) if large else None, peer_memory)
+        return Choice(cast(Small, small), int(large[0]) if large else None, peer_memory, halves=halves)
 
 
 def choose(
@@ -158,7 +165,9 @@ def _decide(wish: Wish, verdicts: dict[str, Verdict]) -> Choice:
     nccl_from = None
     if small != "nccl" and "nccl" in good:
         nccl_from = _faster_from(good["nccl"].large, good[small].large)
-    return Choice(cast(Small, small), nccl_from, not _failed(verdicts.get("ipc")), found)
+    times = good[small].large if nccl_from is None else good["nccl"].large
+    slow = bool(times) and times[max(times)] > SLOW * max(times)
+    return Choice(cast(Small, small), nccl_from, not _failed(verdicts.get("ipc")), found, slow)
 
 
 def _faster_from(nccl: dict[int, float], mailbox: dict[int, float]) -> int | None:

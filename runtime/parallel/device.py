@@ -27,6 +27,7 @@ class DeviceCollective(Protocol):
     rank: int
     size: int
     name: str  # "solo", "cpu", "host", "ipc" or "nccl"
+    halves: bool  # large sums take so long that a prompt's chunk is better read in two halves, side by side
 
     def reduce(self, part: Tensor, out: Tensor) -> None:
         """out = every rank's part, added in float32 with rank 0's first: part fp16 [T, H], out float32 [T, H].
@@ -70,6 +71,7 @@ class SoloDevice:
     rank = 0
     size = 1
     name = "solo"
+    halves = False
 
     def reduce(self, part: Tensor, out: Tensor) -> None:
         check_reduce(part, out)
@@ -95,6 +97,7 @@ class CpuDeviceCollective:
 
     size = 2
     name = "cpu"
+    halves = True
 
     def __init__(self, mailbox: MailboxCollective) -> None:
         self.rank = mailbox.rank

@@ -45,6 +45,7 @@ class MailboxDevice:
     """
 
     size = 2
+    halves = False
 
     def __init__(self, name: Transport, link: ops.Link, resources: list[Any], whole: Whole | None = None) -> None:
         self.name: str = name

@@ -59,6 +59,7 @@ class NcclDevice:
 
     size = 2
     name = "nccl"
+    halves = False
 
     def __init__(self, mailbox: Mailbox, device: torch.device, timeout_seconds: float) -> None:
         """Both ranks call it, each with its own device. Raises EnvironmentFault if they do not come together."""

@@ -20,6 +20,7 @@ class TwoWays:
     def __init__(self, mailbox: MailboxDevice, nccl: NcclDevice, nccl_from: int) -> None:
         self.rank = mailbox.rank
         self.name = mailbox.name
+        self.halves = mailbox.halves
         self._mailbox = mailbox
         self._nccl = nccl
         self._nccl_from = nccl_from
@@ -55,8 +56,11 @@ def open_way(choice: Choice, mailbox: Mailbox, device: torch.device, seconds: fl
     """
     obey(choice.peer_memory)
     if choice.small == "nccl":
-        return NcclDevice(mailbox, device, seconds)
+        nccl = NcclDevice(mailbox, device, seconds)
+        nccl.halves = choice.halves
+        return nccl
     link = open_mailbox(choice.small, mailbox, device, seconds)
+    link.halves = choice.halves
     if choice.nccl_from is None:
         return link
     return TwoWays(link, NcclDevice(mailbox, device, seconds), choice.nccl_from)

@@ -51,6 +51,8 @@ class ChatClient:
     """One server. `settings` go into every request."""
 
     def __init__(self, url: str, key: str | None, settings: dict[str, Any]) -> None:
+        if not url.lower().startswith(("http://", "https://")):
+            raise InputError(f"--url {url}: begin it with http:// or https://.")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._url = url.rstrip("/").removesuffix("/v1")
         self._settings = settings

@@ -135,7 +135,9 @@ def _settle(
     if backend.name not in ("auto", "cuda") or (backend.name == "auto" and not (card_seen() or options.devices)):
         if options.devices is not None and backend.name != "scripted":
             raise InputError(f"--devices {options.devices}: the {backend.name} backend uses no cards. Leave it out.")
-        return (Backend("reference") if backend.name == "auto" else backend), None, ""
+        if backend.name == "auto":
+            return Backend("reference"), None, "no NVIDIA card is seen; `duovolt doctor` tells more."
+        return backend, None, ""
     wishes = Wishes(
         directories=[str(path) for path in directories],
         devices=None if options.devices is None or on_cpu else [int(word) for word in options.devices.split(",")],

@@ -45,10 +45,10 @@ class _HttpServer(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
-    _tell_plan(plan)
     sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     log = None if options.log_requests is None else LogFile(options.log_requests)
+    _tell_plan(plan)
     try:
         server = _Server(plan, listener, log)
         code = asyncio.run(server.run())
@@ -73,6 +73,7 @@ def _tell_plan(plan: ServePlan) -> None:
             lines.append(f"  beside it {plan.options.prefix_cache / 1e9:.3f} GB of the host's memory for kept prefixes")
     if plan.way is not None:
         lines.append(f"between the cards: {plan.way}")
+    lines.append(f"starts {len(plan.directories)} rank{'s' * (len(plan.directories) > 1)} of {plan.options.ranks}")
     if not plan.options.quiet:
         for line in lines:
             print(f"duovolt serve: {line}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import xxhash
 from ...checkpoint.directory import Checkpoint
 from ...checkpoint.errors import InputError
 from ...checkpoint.files import file_metadata
-from ...checkpoint.manifest import read_manifest
+from ...checkpoint.manifest import has_manifest, read_manifest
 
 TOKENIZER = "tokenizer.json"
 SUPPORTED_SIZES = (1, 2)
@@ -103,10 +103,22 @@ def _single(path: Path, scripted: bool) -> Path:
     if match and match[2] != "1":
         raise InputError(f"{path} is one rank of {match[2]}; give the folder that holds all of them.")
     if match is None and not scripted:
-        raise InputError(
-            f"{path} holds no rank-R-of-N directory; make them with `duovolt shard CONVERTED {path} --tp N` (N 1 or 2)."
-        )
+        raise InputError(_no_ranks(path))
     return path
+
+
+def _no_ranks(path: Path) -> str:
+    if has_manifest(path):
+        return f"{path} is no folder of ranks but converted: `duovolt shard {path} RANKS --tp N` (N 1 or 2), then serve RANKS."
+    if (path / "config.json").is_file():
+        return (
+            f"{path} is no folder of ranks but a checkpoint: `duovolt convert {path} CONVERTED`, then "
+            "`duovolt shard CONVERTED RANKS --tp N` (N 1 or 2), then serve RANKS."
+        )
+    beneath = sorted({child.parent for child in path.glob("*/rank-*-of-*")})
+    if beneath:
+        return f"{path} holds no rank-R-of-N directory, but {beneath[0]} does: serve that."
+    return f"{path} holds no rank-R-of-N directory; make them with `duovolt shard CONVERTED {path} --tp N` (N 1 or 2)."
 
 
 def check_ranks(directories: list[Path], scripted: bool) -> list[RankIdentity]:

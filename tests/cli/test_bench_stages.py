@@ -28,8 +28,13 @@ def test_refusals(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--work" in (said := capsys.readouterr().err) or "--tp 0" in said
 
 
-def test_a_directory_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for mode in ("--stages", "--full"):
-        assert main(["bench", "pipeline", mode, "--work", str(tmp_path)]) == 2
+def test_a_directory_that_exists_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "duovolt.cli.bench_pipeline.race_quantisers", lambda *_: pytest.fail("it was looked at too late")
+    )
+    for mode in (["--stages"], ["--full"], []):
+        assert main(["bench", "pipeline", *mode, "--work", str(tmp_path)]) == 2
         assert "exists" in capsys.readouterr().err
     assert tmp_path.is_dir()

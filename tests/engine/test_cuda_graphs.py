@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault
+from duovolt.kernels import module
 from duovolt.runtime.engine.cuda.graphs import Graphs
 
 
@@ -54,11 +55,33 @@ def test_the_first_run_is_plain_the_second_is_captured_the_third_replayed(notes)
 @pytest.mark.parametrize("fault", [RuntimeError("not permitted\nat all"), EnvironmentFault("launching x failed")])
 def test_after_a_capture_that_fails_everything_runs_as_it_is_written(notes, monkeypatch, fault):
     monkeypatch.setattr(Graph, "fault", fault)
-    graphs = Graphs(torch.device("cuda"), enabled=True)
+    graphs = Graphs(torch.device("cuda"), enabled=True, overlap=False)
     for _ in range(3):
         graphs.run("a", lambda: notes.append("work"))
     assert notes == ["work", "begin", "work", "work"] and not graphs.enabled
     assert graphs.fault == str(fault).splitlines()[0]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_launches_overlap_within_a_capture_alone(notes, wanted):
+    graphs = Graphs(torch.device("cuda"), enabled=True, overlap=wanted)
+    seen = []
+    for _ in range(3):
+        graphs.run("a", lambda: seen.append(module._overlapping.get()))
+    assert seen == [False, wanted]
+
+
+def test_where_overlapping_launches_cannot_be_captured_they_are_captured_one_after_the_other(notes):
+    def work() -> None:
+        notes.append("overlapping" if module._overlapping.get() else "work")
+        if module._overlapping.get():
+            raise EnvironmentFault("launching x failed: operation not supported")
+
+    graphs = Graphs(torch.device("cuda"), enabled=True)
+    for _ in range(3):
+        graphs.run("a", work)
+    assert notes == ["work", "begin", "overlapping", "end", "begin", "work", "end", "replay", "replay"]
+    assert graphs.enabled and not graphs.overlap and graphs.fault is None
 
 
 def test_there_are_no_graphs_on_a_cpu_or_where_they_are_off(notes):

@@ -286,6 +286,20 @@ def test_attention_in_blocks_is_the_attention(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(vision.attend_all(query, key, value), whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
+def test_attention_with_operands_in_half_is_the_attention(size: float) -> None:
+    """What a card does: whatever the size of queries, keys and values, fp16 holds what counts. Heads of twelve are padded."""
+    from duovolt.kernels.reference import vision
+
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(60, 2, 12, generator=generator) for _ in range(3))
+    whole = vision.attend_all(query, key, value) * size
+    got = vision.attend_all_half(query * size, key / size, value * size)
+    assert float((got - whole).norm() / whole.norm()) < 1e-3
+    broken = vision.attend_all_half(query, key.index_fill(0, torch.tensor([5]), float("nan")), value)
+    assert bool(broken.isnan().all())
+
+
 def test_a_large_picture_goes_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few heads and a few rows at a time: the same embeddings, but for the order of sums."""
     from duovolt.runtime.engine import vision

@@ -1,6 +1,7 @@
 """`bench launches`: every kernel of a round is set up at its real shape; forecasts take what was measured."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace as with_field
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from duovolt.checkpoint.errors import InputError
+from duovolt.checkpoint.errors import CheckFailed, InputError
 from duovolt.cli.main import main
 from duovolt.kernels import norm
-from duovolt.perf import launch_measure
+from duovolt.perf import launch_measure, launch_pair
 from duovolt.perf.cards import load_card
 from duovolt.perf.device_timing import Timing
 from duovolt.perf.launch_file import Chain, LaunchTime, LaunchTimes, at_bytes, coverage, read_launch_times
@@ -21,6 +22,8 @@ from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.machine import Machine
 from duovolt.perf.model_source import model_at, sheet_at
 from duovolt.perf.predict import Setting, forecast
+from duovolt.runtime.parallel.region import region_bytes
+from duovolt.runtime.parallel.shared import SharedFile
 
 MACHINE = Machine(
     card="NVIDIA H200", capability=(9, 0), multiprocessors=132, core_mhz=1980, memory_mhz=3201, bus_bits=6144,
@@ -38,7 +41,7 @@ class Halves:
     """A link of two ranks that are alike; with `norming`, it goes on to the norm behind a sum, as the mailbox does."""
 
     def __init__(self, norming: bool) -> None:
-        self.rank, self.size, self.name = 0, 2, "ipc"
+        self.rank, self.size, self.name, self.halves = 0, 2, "ipc", False
         if norming:
             self.reduce_norm = self._reduce_norm
 
@@ -138,6 +141,35 @@ def test_every_call_is_timed_once_and_the_layers_in_a_row(monkeypatch: pytest.Mo
     assert min(sizes) >= 2
 
 
+def test_the_slower_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks in two threads, on a link without a device."""
+    shared, closed = SharedFile.create(region_bytes()), []
+
+    class Link(Halves):
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(launch_pair, "open_way", lambda *given: Link(True))
+
+    def rank(number: int, seconds: list[float]) -> list[LaunchTime]:
+        pair = launch_pair.Pair(shared.name, number, "ipc,peer", CPU)
+        pair.together.exchange()
+        found = pair.slower([LaunchTime(f"linear {place}", 0.0, one) for place, one in enumerate(seconds)])
+        pair.close()
+        return found
+
+    with ThreadPoolExecutor() as threads:
+        both = [threads.submit(rank, number, one) for number, one in enumerate(([1.0, 3.0, 0.0], [2.0, 2.0, 5.0]))]
+        results = [one.result() for one in both]
+        assert results[0] == results[1] and [one.seconds for one in results[0]] == [2.0, 3.0, 0.0]  # 0: not measured
+        assert len(closed) == 2
+        both = [threads.submit(rank, number, [1.0] * (1 + number)) for number in (0, 1)]
+        for one in both:
+            with pytest.raises(CheckFailed, match="different launches"):
+                one.result()
+    shared.unlink()
+
+
 def test_a_shortened_model_has_every_kind_of_layer() -> None:
     model = model_at("qwen3.8-27b", 1, None)
     short = shortened(model)
@@ -214,6 +246,13 @@ def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest
         and "link measured" in out
         and f"{found.seconds * 1e3:.2f} ms a round" in out
     )
+    assert main([*command, "--launches", str(path), "--what-if"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  if ")]
+    told = {line[5:41].strip(): (float(line[41:49]), line.endswith("by the card file")) for line in lines}
+    whole = found.seconds * 1e3
+    assert told["messages that cost nothing"][0] < whole and not told["messages that cost nothing"][1]
+    assert told["5 drafts, same acceptance"][1] and whole < told["5 drafts, same acceptance"][0] < 2 * whole
+    assert told["fp16 KV"][1] and told["fp16 KV"][0] == pytest.approx(whole, rel=0.2)
     apart = [replace(one, key=one.key.replace("reduce_norm", "reduce")) for one in launches]
     apart += [LaunchTime(f"rms_norm_delta 5120 T{tokens} x1", 0.0, 2e-6) for tokens in (1, 4)]
     other = load_card("h200").with_launches([LaunchTimes(MACHINE, [], apart)])  # as NCCL: a norm of its own

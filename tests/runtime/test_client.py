@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from duovolt.checkpoint.errors import CheckFailed, DuovoltError
+from duovolt.cli.main import main
 from duovolt.runtime.proxy.client import ChatClient, Timings, answer, describe
 
 
@@ -72,3 +73,13 @@ def against(status: int, body: str) -> ChatClient:
     transport = httpx.MockTransport(lambda request: httpx.Response(status, text=body))
     client._http = httpx.Client(transport=transport, base_url="http://server")
     return client
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://server", "server"])
+@pytest.mark.parametrize("command", [["chat", "--once", "hello"], ["eval"], ["bench", "serve"]])
+def test_an_address_without_its_protocol_is_the_users_mistake(
+    command: list[str], url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--url", url]) == 2
+    error = capsys.readouterr().err
+    assert f"--url {url}: begin it with http:// or https://" in error and error.count("\n") == 1

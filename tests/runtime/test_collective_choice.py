@@ -244,6 +244,16 @@ def test_nccl_takes_what_it_is_faster_at() -> None:
     assert "nccl from 2048 KB" in str(made)
 
 
+def test_chunks_go_in_halves_where_the_link_is_slow() -> None:
+    """Below 40 GB/s of what takes large messages."""
+    for transport, microseconds, halves in (("ipc", 200.0, False), ("ipc", 230.0, True), ("host", 900.0, True)):
+        finds = [bad(other) for other in choice.TRANSPORTS]
+        finds[choice.TRANSPORTS.index(transport)] = good(transport, 5.0) | {"large": {str(8 << 20): microseconds}}
+        made = choose("auto", run=Script(twice(*finds)))
+        assert (made.small, made.halves) == (transport, halves)
+    assert "chunks in halves" in str(made)
+
+
 def test_what_others_report_of_an_nccl_is_told() -> None:
     """R10: a version with a known fault is named."""
     made = choose("nccl", run=Script(twice(good("nccl", 17.0) | {"note": "illegal memory access"})))
@@ -263,7 +273,12 @@ def test_a_wish_that_fails_is_refused_and_not_replaced() -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [Choice("ipc", 1 << 20, True), Choice("host", None, False), Choice("nccl", None, True), Choice("host", 512, False)],
+    [
+        Choice("ipc", 1 << 20, True),
+        Choice("host", None, False, halves=True),
+        Choice("nccl", None, True, halves=True),
+        Choice("host", 512, False),
+    ],
 )
 def test_a_choice_travels_as_a_word(made: Choice) -> None:
     assert Choice.parse(made.argument) == made

@@ -73,6 +73,8 @@ def test_the_server_says_which_model_it_serves(folder: Path, two: Server) -> Non
     conversion = json.loads((folder / "converted" / "duovolt.json").read_text())["conversion_id"]
     for word in (f"conversion={conversion}", "recipe=v100", "backend=reference", "ranks=2", "kv=float32"):
         assert word in two.log
+    assert "backend auto: reference, because: " in two.log  # while nothing is loaded yet
+    assert two.log.index("because: ") < two.log.index("starts 2 ranks of") < two.log.index("ready on")
     with two.client() as client:
         details = client.get("/v1/models").json()["data"][0]
         status = client.get("/health/ready").json()

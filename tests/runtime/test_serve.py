@@ -370,6 +370,9 @@ REFUSALS: dict[str, tuple[list[str], int, str]] = {
     "unknown backend": (["{folder}/ranks", "--backend", "fast"], 2, "expected one of"),
     "bad script": (["{folder}/ranks", "--backend", "scripted:{folder}/bad.jsonl"], 2, "line 2"),
     "unfinished": (["{folder}/ranks"], 2, "unfinished"),
+    "a converted directory": (["{folder}/converted"], 2, "duovolt shard {folder}/converted RANKS"),
+    "a checkpoint": (["{folder}/source"], 2, "duovolt convert {folder}/source CONVERTED"),
+    "the folder above": (["{folder}/above"], 2, "but {folder}/above/ranks does: serve that"),
     "one of two": (["{folder}/ranks/rank-0-of-2", "--backend", "{script}"], 2, "one rank of 2"),
     "missing rank": (["{folder}/half", "--backend", "{script}"], 2, "rank-1-of-2 is missing"),
     "two splits": (["{folder}/both", "--backend", "{script}"], 2, "ranks of several splits"),
@@ -403,10 +406,14 @@ def test_what_cannot_work_is_refused_with_one_line_before_anything_starts(
     make_ranks(tmp_path / "three", 3)
     with (make_ranks(tmp_path / "mixed", 2) / "rank-1-of-2" / "tokenizer.json").open("a") as file:
         file.write(" ")
+    make_ranks(tmp_path / "above" / "ranks", 2)
+    for stage, file in (("converted", "duovolt.json"), ("source", "config.json")):
+        (tmp_path / stage).mkdir()
+        (tmp_path / stage / file).write_text("{}")
     places = {"folder": str(tmp_path), "script": f"scripted:{script}"}
     server = start_server(*(argument.format(**places) for argument in arguments), ready=False)
     assert server.wait_exit(20) == code
-    assert words in server.log
+    assert words.format(**places) in server.log
     assert len([line for line in server.lines if line.startswith("duovolt")]) == 1
     assert "Traceback" not in server.log
     assert leftovers(server.pid) == []

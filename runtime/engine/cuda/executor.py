@@ -14,6 +14,7 @@ from ....checkpoint.errors import InputError
 from ....kernels.delta import Round as DeltaRound
 from ....kernels.linear import MAX_TOKENS
 from ....kernels.ops import Ops, ops_for
+from ....kernels.prefill_attention import torch_attends
 from ....kernels.round_state import STOPS
 from ...messages import TokenLogprob
 from ...parallel.device import DeviceCollective
@@ -78,7 +79,12 @@ class CudaExecutor:
         ops = replace(ops, delta_prefill=partial(ops.delta_prefill, chunked=chunked_delta))
         self.model = CudaModel(weights, self.state, link, ops, positions=max_context, draft_head=draft_head)
         self.overflows = 0
-        self._int8, self._lanes, self._delta = int8, lanes, "chunked" if chunked_delta else "recurrent"
+        self._context, self._int8, self._lanes, self._delta = (
+            max_context,
+            int8,
+            lanes,
+            "chunked" if chunked_delta else "recurrent",
+        )
         self._device, self._link, self._vocabulary = weights.device, link, n_sampleable
         self._uses_mtp, self._ahead = drafts > 0, ahead
         self._graphs = Graphs(weights.device, enabled=graphs and link.name != "cpu", overlap=overlap)
@@ -120,13 +126,25 @@ class CudaExecutor:
         """
         for sequences in range(1, self._lanes + 1):
             self._flights.warm(self._flights.shapes(sequences, every_depth=sequences == 1))
-        count = min(chunk, self.state.lanes.tables.shape[1] * PAGE)
         self.state.lanes.tables[0] = 0
-        places = torch.arange(count, dtype=torch.int32, device=self._device)
-        x = self.model.embed(torch.zeros_like(places))
-        self.model.read(x, 0, 0, places.expand(3, -1), torch.full_like(places, -1))
+        count = min(chunk, self._context)
+        self._read_nothing(0, count)
+        if self._device.type == "cuda" and torch_attends(torch.cuda.get_device_capability(self._device)):
+            self._read_nothing(count, min(count, self._context - count))  # torch has other kernels for what comes later
         self.state.reset(0)
         self._link.check()
+
+    def _read_nothing(self, start: int, count: int) -> None:
+        """A prompt's chunk in lane 0, of any length, that leaves no keys and values."""
+        if count < 1:
+            return
+        places = torch.arange(start, start + count, dtype=torch.int32, device=self._device)
+        rope, slots = places.repeat(3, 1), torch.full_like(places, -1)
+        x = self.model.embed(torch.zeros_like(places))
+        embedded = x.clone()
+        _, wide = self.model.read(x, 0, start, rope, slots)
+        if self._uses_mtp:
+            self.model.draft(embedded, wide, self.model.chunk(0, start, rope, slots))
 
     def open(self, lane: Lane) -> None:
         request, lanes, index = lane.request, self.state.lanes, lane.index

@@ -12,8 +12,9 @@ from ....kernels.module import overlapping
 class Graphs:
     """Runs functions of no arguments by key; each must always do the same launches on the same memory.
 
-    Graphs share a pool of memory, so what one leaves in memory of its own is gone when another runs. Where a capture
-    fails, everything runs uncaptured from then on, and `fault` says why. Results have the same bits either way.
+    Graphs share a pool of memory, so what one leaves in memory of its own is gone when another runs. Where a capture of
+    launches that overlap fails, none overlaps from then on; where that fails, too, everything runs uncaptured, and `fault`
+    says why. Results have the same bits either way.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool, overlap: bool = True) -> None:
@@ -59,6 +60,9 @@ class Graphs:
                 finally:
                     graph.capture_end()
         except (RuntimeError, EnvironmentFault) as error:
+            if self.overlap:  # a driver may know graphs, but not these
+                self.overlap = False
+                return self._capture(key, work)
             self.enabled, self.fault = False, str(error).splitlines()[0]
             self._graphs.clear()
             return None

@@ -70,11 +70,11 @@ class CudaModel:
     def read(self, x: Tensor, lane: int, start: int, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """`forward` of a prompt's chunk: x float32 [T, H], positions int32 [3, T], slots int32 [T].
 
-        Between ranks a long chunk goes in two halves, so that one's sums are on their way while the other computes.
+        Where sums take long a long chunk goes in two halves, so that one's are on their way while the other computes.
         """
         tokens = x.shape[0]
         halves = [tokens]
-        if self.link.size > 1 and tokens >= 2 * HALF:
+        if self.link.halves and tokens >= 2 * HALF:
             halves = [tokens // 2 // STEP * STEP]
             halves.append(tokens - halves[0])
         passes, begin = [], 0

@@ -178,6 +178,7 @@ inline unsigned half_bits(float value) {
 }
 inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 inline void await_previous() {}
+inline void admit_next() {}
 inline void admit_next_after_writes() {}
 inline void take_over() {}
 inline float fast_inverse(float value) { return 1.0f / value; }

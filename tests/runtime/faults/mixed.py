@@ -24,6 +24,13 @@ def mixed_requests(
 ) -> dict[str, int]:
     """Survived if every answer that was waited for is right, all that was left is freed on both ranks, nothing had to
     start again, and both ranks' logs are the same to the last record. Returns how many were of each kind."""
+    with running(world, lanes=4, more=more) as server:
+        server.wait_ready()
+        return mix(world, server, count, seed, most_tokens)
+
+
+def mix(world: World, server: Server, count: int, seed: int = 0, most_tokens: int = 24) -> dict[str, int]:
+    """The same of a server that is ready, idle and has not started its ranks again."""
     kinds = random.Random(seed).choices(
         ("stay", "stay whole", "leave", "leave early", "leave whole", "abort"),
         weights=(30, 15, 25, 10, 10, 10),
@@ -44,25 +51,23 @@ def mixed_requests(
             except BaseException as error:
                 failures.append(error)
 
-    with running(world, lanes=4, more=more) as server:
-        server.wait_ready()
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(_AT_ONCE)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-            assert not thread.is_alive(), "requests hang"
-        if failures:
-            raise failures[0]
-        wait_clean(server, 30)
-        serves(world, server)
-        assert server.metric("restarts_total") == 0
-        assert server.metric("failed_total") == 0
-        ended = sum(server.metric(f"{name}_total") for name in ("finished", "cancelled"))
-        assert ended == server.metric("requests_total")
-        ((first, second),) = log_pairs(world.logs, server.pid, solo=world.size == 1)
-        assert first == second
-        assert logs_agree(world, server.pid, server.metric("completion_tokens_total")) == len(first) > 0
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(_AT_ONCE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive(), "requests hang"
+    if failures:
+        raise failures[0]
+    wait_clean(server, 30)
+    serves(world, server)
+    assert server.metric("restarts_total") == 0
+    assert server.metric("failed_total") == 0
+    ended = sum(server.metric(f"{name}_total") for name in ("finished", "cancelled"))
+    assert ended == server.metric("requests_total")
+    ((first, second),) = log_pairs(world.logs, server.pid, solo=world.size == 1)
+    assert first == second
+    assert logs_agree(world, server.pid, server.metric("completion_tokens_total")) == len(first) > 0
     return dict(Counter(kinds))
 
 

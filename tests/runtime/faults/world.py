@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from ..stub_model import ids, make_ranks, write_script
 WATCHDOG_SECONDS = 5.0
 DRAIN_SECONDS = 30.0
 LETTERS = "the quick brown fox jumps over a lazy dog; "
+_PLAIN_SECONDS = 300.0
 SHORT, PREFILL = 6, 4  # tokens of an answer; PREFILL: of one to the long prompt
 
 
@@ -21,7 +24,7 @@ class World:
     """A backend with its `size` ranks.
 
     long      tokens of an answer that takes some seconds
-    expected  the text of that answer; every shorter one is a part of it (`expected_of_long`: of that to the long prompt)
+    plain     the texts of that answer, of which every shorter one is a part, and of that to the long prompt
     """
 
     backend: str
@@ -30,11 +33,18 @@ class World:
     options: list[str]
     prompt: Any
     long_prompt: Any = None
-    expected: str = ""
-    expected_of_long: str = ""
+    plain: Future[tuple[str, str]] = field(default_factory=Future)
     size: int = 2
     long: int = 90
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> str:
+        return self.plain.result(_PLAIN_SECONDS)[0]
+
+    @property
+    def expected_of_long(self) -> str:
+        return self.plain.result(_PLAIN_SECONDS)[1]
 
     def server(
         self,
@@ -63,13 +73,22 @@ def scripted_world(folder: Path, *, delay_ms: float = 30, size: int = 2) -> Worl
     text = (LETTERS * 40)[:2000]
     script = write_script(folder / "script.jsonl", {"blocks": [[token] for token in ids(text)], "delay_ms": delay_ms})
     options = ["--backend", f"scripted:{script}"]
-    return World("scripted", make_ranks(folder / "ranks", size), _logs(folder), options, "hi", expected=text, size=size)
+    world = World("scripted", make_ranks(folder / "ranks", size), _logs(folder), options, "hi", size=size)
+    world.plain.set_result((text, ""))
+    return world
 
 
 def real_world(
-    folder: Path, backend: str = "reference", more: Sequence[str] = (), size: int = 2, ranks: Path | None = None
+    folder: Path,
+    backend: str = "reference",
+    more: Sequence[str] = (),
+    size: int = 2,
+    ranks: Path | None = None,
+    *,
+    asks: bool = True,
 ) -> World:
-    """`ranks`, or those of the fixture's tiny model, served with `more` options; the plain answer is asked for once.
+    """`ranks`, or those of the fixture's tiny model, served with `more` options; with `asks`, the plain answers are asked for
+    once, beside the first trials.
 
     A card makes thousands of a small model's tokens a second: answers and prompt are longer there.
     """
@@ -91,18 +110,31 @@ def real_world(
     world = World(backend, ranks, _logs(folder), options, [1, 2, 3, 4, 5], size=size, long=long)
     world.long_prompt = [1 + number % 200 for number in range(prompt)]
     world.extra = {"ignore_eos": True}
-    server = world.server(watchdog=60)
-    try:
-        with server.wait_ready().client(120) as client:
-            texts = []
-            for body in (world.body(stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
-                reply = client.post("/v1/completions", json=body)
-                assert reply.status_code == 200, f"the plain answer failed: {reply.text}\n{server.log}"
-                texts.append(reply.json()["choices"][0]["text"])
-            world.expected, world.expected_of_long = texts
-    finally:
-        server.kill()
+    if asks:
+        threading.Thread(target=_ask_a_server, args=(world,), daemon=True).start()
     return world
+
+
+def ask_plainly(world: World, server: Server) -> None:
+    """Let a ready server give the plain answers."""
+    texts = []
+    with server.client(120) as client:
+        for body in (world.body(stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
+            reply = client.post("/v1/completions", json=body)
+            assert reply.status_code == 200, f"the plain answer failed: {reply.text}\n{server.log}"
+            texts.append(reply.json()["choices"][0]["text"])
+    world.plain.set_result((texts[0], texts[1]))
+
+
+def _ask_a_server(world: World) -> None:
+    try:
+        server = world.server(watchdog=60)
+        try:
+            ask_plainly(world, server.wait_ready())
+        finally:
+            server.kill()
+    except BaseException as error:
+        world.plain.set_exception(error)
 
 
 def _logs(folder: Path) -> Path:
