@@ -20,6 +20,15 @@ __device__ __forceinline__ void copy_async(SharedAddress shared, const unsigned 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// The same of what passes once: the first to leave the second-level cache, where the activations should stay.
+__device__ __forceinline__ void copy_once(SharedAddress shared, const unsigned char *global) {
+    unsigned long long first_to_leave;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "l"(first_to_leave)
+                 : "memory");
+}
+
 // 16 zeros in place of what is not there; `global` is any valid address.
 __device__ __forceinline__ void zero_async(SharedAddress shared, const unsigned char *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, 0;" ::"r"(shared), "l"(global) : "memory");

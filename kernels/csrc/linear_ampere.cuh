@@ -62,23 +62,23 @@ template <class Weight, int kTiles> struct AmpereTurns {
             if (tiles >= kTurn) {
 #pragma unroll
                 for (int i = 0; i < kTurnBytes / 512; ++i) {
-                    copy_async(own + step(i), words + i * 512);
+                    copy_once(own + step(i), words + i * 512);
                 }
                 if (Weight::kGroupScales && lane < 2 * kTurn) {
-                    copy_async(own_scales, scales);
+                    copy_once(own_scales, scales);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < kTurnBytes / 512; ++i) {
                     if ((i * 512 + lane * 16) / kTileBytes < tiles) {
-                        copy_async(own + step(i), words + i * 512);
+                        copy_once(own + step(i), words + i * 512);
                     } else {
                         zero_async(own + step(i), ahead.words);
                     }
                 }
                 if (Weight::kGroupScales && lane < 2 * kTurn) {
                     if (lane / 2 < tiles) {
-                        copy_async(own_scales, scales);
+                        copy_once(own_scales, scales);
                     } else {
                         zero_async(own_scales, ahead.words);
                     }

@@ -135,6 +135,7 @@ inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *
 inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
 static thread_local std::vector<std::vector<Copy>> groups(1);
 inline void copy_async(SharedAddress shared, const unsigned char *global) { groups.back().push_back({shared, global, true}); }
+inline void copy_once(SharedAddress shared, const unsigned char *global) { copy_async(shared, global); }
 inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
 inline void commit_copies() { groups.emplace_back(); }
 template <int pending> void wait_copies() {
