@@ -99,8 +99,8 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
     if not args.quiet:
         for chain in found.chains:
             print(
-                f"{chain.model}, {chain.tp} ranks: {chain.calls} calls in a row {chain.seconds * 1e6:.1f} us, alone "
-                f"{chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
+                f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.calls} calls in a row "
+                f"{chain.seconds * 1e6:.1f} us, alone {chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
             )
         print(f"node {node * 1e6:.2f} us, graph {costs.start * 1e6:.2f} us, between rounds {replay * 1e6:.2f} us")
     if args.json is not None:

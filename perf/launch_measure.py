@@ -208,7 +208,8 @@ def _chain(
     if timing.dry or len(alone) < len(inside):
         return None
     seconds = _without_start(timing, count * len(inside), costs) * len(inside)
-    return Chain(subject.model.label, subject.model.tp, len(inside), seconds, sum(alone))
+    model, wanted = subject.model, subject.wanted
+    return Chain(model.label, model.tp, len(inside), seconds, sum(alone), wanted.lanes, wanted.drafts)
 
 
 def lone(model: Described, rank: int = 0) -> DeviceCollective:
