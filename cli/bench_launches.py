@@ -41,6 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="default: 1")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768, 131072], metavar="N")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="default: int8")
+    parser.add_argument(
+        "--graphs",
+        choices=("on", "serial"),
+        default="on",
+        help="as for serve: overlapping launches or not (default: on)",
+    )
     parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as for ledger")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the times go")
 
@@ -82,7 +88,7 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
         node = node_cost(device).seconds
         costs = Costs(start_cost(device, node))
         for model, drafts, lanes in itertools.product(models, args.drafts, args.lanes):
-            wanted = Wanted(args.contexts, drafts, lanes, args.kv)
+            wanted = Wanted(args.contexts, drafts, lanes, args.kv, args.graphs == "on")
             link = pair.link if pair is not None else lone(model)
             subject = Subject(model, rank if pair is not None else 0, link, wanted, device)
             measure_subject(subject, found, costs, pair.together if pair is not None else None, _teller(args))
