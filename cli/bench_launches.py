@@ -41,6 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="default: 1")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768, 131072], metavar="N")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="default: int8")
+    parser.add_argument(
+        "--graphs",
+        choices=("on", "serial"),
+        default="on",
+        help="as for serve: overlapping launches or not (default: on)",
+    )
     parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as for ledger")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the times go")
 
@@ -82,7 +88,7 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
         node = node_cost(device).seconds
         costs = Costs(start_cost(device, node))
         for model, drafts, lanes in itertools.product(models, args.drafts, args.lanes):
-            wanted = Wanted(args.contexts, drafts, lanes, args.kv)
+            wanted = Wanted(args.contexts, drafts, lanes, args.kv, args.graphs == "on")
             link = pair.link if pair is not None else lone(model)
             subject = Subject(model, rank if pair is not None else 0, link, wanted, device)
             measure_subject(subject, found, costs, pair.together if pair is not None else None, _teller(args))
@@ -99,8 +105,8 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
     if not args.quiet:
         for chain in found.chains:
             print(
-                f"{chain.model}, {chain.tp} ranks: {chain.calls} calls in a row {chain.seconds * 1e6:.1f} us, alone "
-                f"{chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
+                f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.calls} calls in a row "
+                f"{chain.seconds * 1e6:.1f} us, alone {chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
             )
         print(f"node {node * 1e6:.2f} us, graph {costs.start * 1e6:.2f} us, between rounds {replay * 1e6:.2f} us")
     if args.json is not None:

@@ -30,6 +30,7 @@ THREADS = 256
 LARGEST_HALF = 65504.0
 _TOKENS_A_PRODUCT = 8
 MIXED = "any"  # the kernel for matrices of different encodings: a block an item
+_BAND_BYTES = {"half": 32, "fp8": 16, "fp8_blocks": 16, "nvfp4": 9}  # of a row of a tile
 SOURCES = {8: "linear_8.cu", 16: "linear_16.cu", 24: "linear_24.cu"}
 
 
@@ -64,7 +65,12 @@ def linears(
     outs = _checked_outputs(x, weights, outs, residuals, dtype, overflows)
     _check_device(x, weights)
     epilogue = FLOAT if dtype == torch.float32 else HALF
-    filled = task(x, list(weights), outs, epilogue, list(residuals) if residuals else None, overflows)
+    # Bands of more bytes first: a block that begins last should not take longest.
+    order = sorted(range(len(weights)), key=lambda index: -_BAND_BYTES[weights[index].encoding])
+    filled = task(
+        *(x, [weights[index] for index in order], [outs[index] for index in order], epilogue),
+        *([residuals[index] for index in order] if residuals else None, overflows),
+    )
     encodings = {weight.encoding for weight in weights}
     _launch(x, encodings.pop() if len(encodings) == 1 else MIXED, filled)
     return outs

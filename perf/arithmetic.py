@@ -25,7 +25,7 @@ from ..runtime.engine.pages import PAGE, pages_for
 from ..runtime.messages import GenerateRequest, SamplingParams
 from ..runtime.parallel.device import SoloDevice
 from .divergence import Divergence
-from .plain_model import PRECISIONS, PlainModel
+from .plain_model import PRECISIONS, PlainModel, slices
 
 ENGINE = {"fp16": False, "int8": True}  # path -> keys and values in int8
 PATHS = (*PRECISIONS, *ENGINE)
@@ -241,6 +241,9 @@ def sharpened(weights: CudaWeights, head: float = 4.0, query: float = 3.0) -> Cu
     Logits get a standard deviation of about `head`, attention's scores of about `query` (an entropy of a few nats each), and
     heads of the delta rule forget within 1 to about 2,000 tokens instead of at once.
     """
+    _, part = next(slices(weights.head))
+    rows = part.values() * (part.scale if part.scale.numel() == 1 else part.scale[:, None])
+    spread = float(rows.square().mean().sqrt()) * rows.shape[1] ** 0.5  # of logits, as hidden states have an rms of 1
 
     def layer(own: CudaLayer) -> CudaLayer:
         mixer = own.mixer
@@ -252,5 +255,5 @@ def sharpened(weights: CudaWeights, head: float = 4.0, query: float = 3.0) -> Cu
         return replace(own, mixer=replace(mixer, delta=replace(mixer.delta, a_log=slow)))
 
     assert not isinstance(weights.head, Fp8BlockWeight), "random weights have a scale a row"
-    sharp = replace(weights.head, scale=weights.head.scale * head)
+    sharp = replace(weights.head, scale=weights.head.scale * (head / spread))
     return replace(weights, layers=[layer(own) for own in weights.layers], head=sharp)

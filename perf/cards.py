@@ -18,7 +18,7 @@ from ..checkpoint.encodings import tile_of, words_of
 from ..checkpoint.errors import InputError, one_line
 from .curve import READ, Curve, Point, Series, read_curve
 from .launch_file import Chain, LaunchTimes, at_bytes, by_key, is_within
-from .ledger import Launch
+from .ledger import Launch, Ledger
 from .machine import Machine
 
 LITTLE = 64 << 10  # bytes: below, a kernel's time is a constant
@@ -73,7 +73,7 @@ class Card:
 
     A key of `shares` is a kernel and an encoding (`linears.fp8`), a kernel, a family and an encoding, or a family: the
     first that is there holds, at the nearest number of tokens; for attention, of query rows a kv head. `exact`: launches
-    that were measured alone, by key; `chains`: the same in a row, by model and ranks; `replay`: seconds between rounds.
+    that were measured alone, by key; `chains`: the same in a row; `replay`: seconds between rounds.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Card:
     links: Mapping[str, LinkForm]
     exact: Mapping[str, list[tuple[float, float]]] = field(default_factory=dict)
     gap_us: float = 0.0
-    chains: Mapping[tuple[str, int], Chain] = field(default_factory=dict)
+    chains: Sequence[Chain] = ()
     replay: float = 0.0
 
     def seconds(self, launch: Launch) -> float:
@@ -138,23 +138,26 @@ class Card:
 
     def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
         """The same card with launches that were measured alone, and what lies between them."""
-        chains = {(one.model, one.tp): one for file in files for one in file.chains}
+        chains = [one for file in files for one in file.chains]
         replays = [file.replay for file in files if file.replay]
         return replace(self, exact=by_key(files), chains=chains, replay=replays[-1] if replays else 0.0)
 
     def without_launches(self) -> "Card":
         """As it was before."""
-        return replace(self, exact={}, chains={}, replay=0.0)
+        return replace(self, exact={}, chains=(), replay=0.0)
 
     @property
     def has_exchanges(self) -> bool:
         """Whether sums between two cards were measured."""
         return any(key.startswith("reduce") for key in self.exact)
 
-    def gap(self, label: str, tp: int) -> float:
-        """Seconds a launch that a round costs beyond launches of one kind in a row."""
-        chain = self.chains.get((label, tp))
-        return self.gap_us * 1e-6 if chain is None else chain.gap
+    def gap(self, ledger: Ledger) -> float:
+        """Seconds a launch that a round costs beyond launches of one kind in a row: of the most like round, the latest."""
+        own = [one for one in self.chains if (one.model, one.tp) == (ledger.label, ledger.tp)]
+        if not own:
+            return self.gap_us * 1e-6
+        shape = ledger.shape
+        return min(reversed(own), key=lambda one: (one.lanes != shape.lanes, one.drafts != shape.drafts)).gap
 
     def with_shares(self, shares: Mapping[str, Mapping[int, float]]) -> "Card":
         """The same card with measured shares in place of what its file has."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.module import load
+from ..checkpoint.errors import EnvironmentFault
+from ..kernels.module import load, overlapping
 
 PROBE = "probe.cu"
 REPEATS = 15
@@ -44,18 +45,19 @@ def time_queued(
     device: torch.device,
     repeats: int = REPEATS,
     together: Together | None = None,
+    overlap: bool = False,
 ) -> Timing:
-    """Times a graph of the launches in order. Call each once before, so that nothing is compiled in the capture."""
+    """Times a graph of the launches in order. Call each once before, so that nothing is compiled in the capture.
+
+    `overlap`: those that can begin before the one before has ended do so, as in the engine's graphs.
+    """
     probe = load(PROBE, device.index)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         launches[0]()
         probe.launch("hold", 1, 1, (1,))
     stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for launch in launches:
-            launch()
+    graph = _captured(launches, stream, overlap)
     with torch.cuda.stream(stream):
         submitted = 0.0
         for _ in range(_WARM):
@@ -77,6 +79,22 @@ def time_queued(
         return Timing(math.nan, math.nan, dry=True)
     middle = statistics.median(times)
     return Timing(middle / count, (max(times) - min(times)) / middle)
+
+
+def _captured(
+    launches: Sequence[Callable[[], object]], stream: torch.cuda.Stream, overlap: bool
+) -> torch.cuda.CUDAGraph:
+    """A graph of the launches; they follow in turn where a driver does not take a graph of launches that overlap."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream), overlapping(overlap):
+            for launch in launches:
+                launch()
+    except (RuntimeError, EnvironmentFault):
+        if not overlap:
+            raise
+        return _captured(launches, stream, False)
+    return graph
 
 
 def node_cost(device: torch.device, repeats: int = REPEATS) -> Timing:

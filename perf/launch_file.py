@@ -32,13 +32,15 @@ class LaunchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A few layers of a round in a row: seconds of `calls` calls, and the sum of their times alone."""
+    """A few layers of a round in a row: seconds of `calls` calls, and the sum of their times alone. `lanes`, `drafts`: its."""
 
     model: str
     tp: int
     calls: int
     seconds: float
     alone: float
+    lanes: int = 1
+    drafts: int = 3
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(x) and 0 < x < 1 for x in (self.seconds, self.alone)) or self.calls < 1 or self.tp < 1:

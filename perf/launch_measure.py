@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..kernels.module import overlapping
 from ..kernels.ops import ops_for
 from ..model.inventory import inventory
 from ..runtime.engine.cuda.executor import CudaExecutor
@@ -42,6 +41,7 @@ class Wanted:
     drafts: int = 3
     lanes: int = 1
     kv: str = "int8"
+    overlap: bool = True  # launches begin as early as in the engine's graphs
 
 
 @dataclass
@@ -146,7 +146,7 @@ def measure_subject(
         mine = [call for call in calls if exchanging or not call.is_exchange]
         for call in sorted(mine, key=lambda one: ORDER.index(one.op) if one.op in ORDER else -1):
             if found.of(call) is None:
-                one = _alone(call, subject.device, costs, together)
+                one = _alone(call, subject, costs, together)
                 found.launches.append(one)
                 tell(one)
                 torch.cuda.empty_cache()
@@ -154,7 +154,8 @@ def measure_subject(
             found.chains.append(chain)
 
 
-def _alone(call: Call, device: torch.device, costs: Costs, together: Together | None) -> LaunchTime:
+def _alone(call: Call, subject: Subject, costs: Costs, together: Together | None) -> LaunchTime:
+    device, overlap = subject.device, subject.wanted.overlap
     calls: list[Callable[[], object]]
     if call.is_exchange:
         calls = [call] * EXCHANGES
@@ -165,7 +166,7 @@ def _alone(call: Call, device: torch.device, costs: Costs, together: Together | 
         calls = [call] * WARM_CALLS
     for one in calls[:2]:
         one()
-    timing = time_queued(calls, device, together=together if call.is_exchange else None)
+    timing = time_queued(calls, device, together=together if call.is_exchange else None, overlap=overlap)
     parts = 2 if call.op == "elementwise" else 1
     if timing.dry:
         return LaunchTime(call.key, call.nbytes, 0.0, why="the queue ran dry: the host is too busy")
@@ -200,15 +201,16 @@ def _chain(
     for _ in range(count - 1):
         made: dict[int, object] = {}
         rows.append([call.copied(made) for call in inside])
-    with overlapping():  # as in a round
-        timing = time_queued(list(itertools.chain(*rows)), subject.device, together=together)
-    del rows
+    launches = list(itertools.chain(*rows))
+    timing = time_queued(launches, subject.device, together=together, overlap=subject.wanted.overlap)
+    del rows, launches
     torch.cuda.empty_cache()
     alone = [one.seconds for call in inside if (one := found.of(call)) is not None and one.seconds]
     if timing.dry or len(alone) < len(inside):
         return None
     seconds = _without_start(timing, count * len(inside), costs) * len(inside)
-    return Chain(subject.model.label, subject.model.tp, len(inside), seconds, sum(alone))
+    model, wanted = subject.model, subject.wanted
+    return Chain(model.label, model.tp, len(inside), seconds, sum(alone), wanted.lanes, wanted.drafts)
 
 
 def lone(model: Described, rank: int = 0) -> DeviceCollective:

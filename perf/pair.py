@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import IO
 
 import torch
 
-from ..checkpoint.errors import EnvironmentFault
+from ..checkpoint.errors import DuovoltError, EnvironmentFault
 from ..runtime.parallel.choice import Choice, choose
 from ..runtime.parallel.device import DeviceCollective
 from ..runtime.parallel.handshake import exchange_bytes
@@ -44,22 +46,33 @@ def way_between(wish: str, devices: Sequence[int]) -> Choice:
 def twin(words: Sequence[str]) -> Iterator[str]:
     """Run `duovolt WORDS --twin NAME` beside this process: the name of what both meet in. It ends with the block.
 
-    Raises EnvironmentFault if the child fails.
+    Raises EnvironmentFault if the child fails, with its reason also where the block failed of that.
     """
     shared = SharedFile.create(region_bytes())
-    child = subprocess.Popen([sys.executable, "-m", "duovolt", *words, "--twin", shared.name], stderr=subprocess.PIPE)
-    try:
-        yield shared.name
-        _, errors = child.communicate(timeout=_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise EnvironmentFault(f"the second rank did not end within {_GRACE_SECONDS:.0f} s of the first.") from None
-    finally:
-        child.kill()
-        child.wait()
-        shared.unlink()
-    if child.returncode:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise EnvironmentFault(f"the second rank ended with exit code {child.returncode}: {last[0]}")
+    with tempfile.TemporaryFile() as errors:  # a pipe would have to be read all the while
+        command = [sys.executable, "-m", "duovolt", *words, "--twin", shared.name]
+        child = subprocess.Popen(command, stderr=errors)
+        try:
+            yield shared.name
+            child.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EnvironmentFault(f"the second rank did not end within {_GRACE_SECONDS:.0f} s of the first.") from None
+        except DuovoltError:
+            if child.poll():
+                raise _ended(child.returncode, errors) from None
+            raise
+        finally:
+            child.kill()
+            child.wait()
+            shared.unlink()
+        if child.returncode:
+            raise _ended(child.returncode, errors)
+
+
+def _ended(code: int, errors: IO[bytes]) -> EnvironmentFault:
+    errors.seek(0)
+    last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+    return EnvironmentFault(f"the second rank ended with exit code {code}: {last[0]}")
 
 
 def words_of(what: str, args: argparse.Namespace, positional: Sequence[str] = ()) -> list[str]:

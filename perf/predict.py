@@ -74,7 +74,7 @@ def forecast(ledger: Ledger, card: Card, setting: Setting) -> Forecast:
         if mine:
             moved = sum(launch.moved + launch.message for launch in mine)
             families[family] = len(mine), moved, sum(_seconds(launch, card, setting) for launch in mine)
-    if gap := card.gap(ledger.label, ledger.tp):
+    if gap := card.gap(ledger):
         families[GAPS] = 0, 0.0, gap * sum(_is_apart(launch, card, setting) for launch in ledger.launches)
     if card.replay:
         families[REPLAY] = 0, 0.0, card.replay

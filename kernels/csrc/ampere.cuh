@@ -20,6 +20,15 @@ __device__ __forceinline__ void copy_async(SharedAddress shared, const unsigned 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// The same of what passes once: the first to leave the second-level cache, where the activations should stay.
+__device__ __forceinline__ void copy_once(SharedAddress shared, const unsigned char *global) {
+    unsigned long long first_to_leave;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "l"(first_to_leave)
+                 : "memory");
+}
+
 // 16 zeros in place of what is not there; `global` is any valid address.
 __device__ __forceinline__ void zero_async(SharedAddress shared, const unsigned char *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, 0;" ::"r"(shared), "l"(global) : "memory");
@@ -47,4 +56,23 @@ __device__ __forceinline__ unsigned e4m3_pair(unsigned short bytes) {
 // Bytes of a and b by the nibbles of `selector`.
 __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned selector) {
     return __byte_perm(a, b, selector);
+}
+
+// Bits of `a` where `mask` has ones, of `b` elsewhere, by one instruction: the compiler's own way takes two.
+__device__ __forceinline__ unsigned chosen(unsigned mask, unsigned a, unsigned b) {
+    unsigned bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(bits) : "r"(mask), "r"(a), "r"(b));
+    return bits;
+}
+
+// One half of a pair in both halves.
+__device__ __forceinline__ unsigned both_lower(unsigned pair) {
+    unsigned both;
+    asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(both) : "r"(pair));
+    return both;
+}
+__device__ __forceinline__ unsigned both_upper(unsigned pair) {
+    unsigned both;
+    asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(both) : "r"(pair));
+    return both;
 }

@@ -2,7 +2,7 @@
 //
 // kBytes: of a row of a tile. kTurn: tiles that a warp takes at a time. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
 // such that the lanes' reads of four tiles meet all banks. kStages: of the ring of such tiles. `load` reads global memory,
-// `take` a tile in shared memory; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
+// `take` a tile in shared memory, or `take_two` two rows of it; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
 // `arrange` the activations of eight columns in the same order. `drop_lower` puts columns
 // 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
 #pragma once
@@ -41,8 +41,14 @@ struct Nvfp4 {
         return {__ldcs(reinterpret_cast<const uint2 *>(words) + lane), __ldcs(scales + lane)};
     }
 
-    __device__ static Nvfp4 take(SharedAddress tile, int row) {
-        return {shared_8(tile + row * kBytes), shared_1(tile + kRows * kBytes + row)};
+    // A row and the next, by one read: their words stand together, and so do their scales.
+    __device__ static void take_two(SharedAddress tile, int row, Nvfp4 &upper, Nvfp4 &lower) {
+        const uint4 words = shared_16(tile + row * kBytes);
+        const unsigned scales = shared_2(tile + kRows * kBytes + row);
+        upper.codes = {words.x, words.y};
+        upper.factor = scales & 0xFFu;
+        lower.codes = {words.z, words.w};
+        lower.factor = scales >> 8;
     }
 
     // (code * 2^-14) * (scale * 2^-8 * 2^14): at most 10.5, at least 2^-18, six bits wide, so exact in fp16.

@@ -6,26 +6,32 @@
 struct AdaNvfp4 : Nvfp4 {
     static constexpr float kUnit = 16384.0f;
 
-    unsigned even[2], odd[2]; // of the codes' two words: a byte a code * 2^-14, sign and bits 9..11 of fp16
+    // Of the codes' two words, a byte a code * 2^-14: sign at bit 7 and magnitude at bits 3..1, as in the upper byte of fp16,
+    // and other bits of the word in between and at the end.
+    unsigned even[2], odd[2];
 
-    __device__ static AdaNvfp4 take(SharedAddress tile, int row) { return {Nvfp4::take(tile, row)}; }
+    __device__ static void take_two(SharedAddress tile, int row, AdaNvfp4 &upper, AdaNvfp4 &lower) {
+        Nvfp4::take_two(tile, row, upper, lower);
+        const unsigned factors = e4m3_pair(static_cast<unsigned short>(upper.factor | lower.factor << 8));
+        upper.factor = both_lower(factors);
+        lower.factor = both_upper(factors);
+    }
 
     // A code * 2^-14 times a scale is a multiple of 2^-24 and six bits wide: exact, as a subnormal if need be.
     __device__ void prepare() {
-        factor = e4m3_pair(static_cast<unsigned short>(permute(factor, factor, 0x7700)));
         const unsigned words[2] = {codes.x, codes.y};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            even[i] = (words[i] << 1 & 0x0E0E0E0Eu) | (words[i] << 4 & 0x80808080u);
-            odd[i] = (words[i] >> 3 & 0x0E0E0E0Eu) | (words[i] & 0x80808080u);
+            even[i] = chosen(0x0E0E0E0Eu, words[i] * 2, words[i] * 16);
+            odd[i] = chosen(0x0E0E0E0Eu, words[i] >> 3, words[i]);
         }
     }
 
-    // A code's byte is the upper one of its fp16 number. Codes of two columns in a row stand two bytes apart.
+    // Codes of two columns in a row stand two bytes apart. Products stand for shifts, which another pipe would have to do.
     __device__ void quarter(int j, unsigned &first, unsigned &second) const {
-        const unsigned e = even[j / 2], o = odd[j / 2];
-        first = multiply_pairs(j % 2 ? e & 0xFF00FF00u : permute(e, 0, 0x2404), factor);
-        second = multiply_pairs(j % 2 ? o & 0xFF00FF00u : permute(o, 0, 0x2404), factor);
+        const unsigned e = j % 2 ? even[j / 2] : even[j / 2] * 256, o = j % 2 ? odd[j / 2] : odd[j / 2] * 256;
+        first = multiply_pairs(e & 0x8E008E00u, factor);
+        second = multiply_pairs(o & 0x8E008E00u, factor);
     }
 };
 

@@ -62,23 +62,23 @@ template <class Weight, int kTiles> struct AmpereTurns {
             if (tiles >= kTurn) {
 #pragma unroll
                 for (int i = 0; i < kTurnBytes / 512; ++i) {
-                    copy_async(own + step(i), words + i * 512);
+                    copy_once(own + step(i), words + i * 512);
                 }
                 if (Weight::kGroupScales && lane < 2 * kTurn) {
-                    copy_async(own_scales, scales);
+                    copy_once(own_scales, scales);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < kTurnBytes / 512; ++i) {
                     if ((i * 512 + lane * 16) / kTileBytes < tiles) {
-                        copy_async(own + step(i), words + i * 512);
+                        copy_once(own + step(i), words + i * 512);
                     } else {
                         zero_async(own + step(i), ahead.words);
                     }
                 }
                 if (Weight::kGroupScales && lane < 2 * kTurn) {
                     if (lane / 2 < tiles) {
-                        copy_async(own_scales, scales);
+                        copy_once(own_scales, scales);
                     } else {
                         zero_async(own_scales, ahead.words);
                     }
@@ -102,11 +102,15 @@ template <class Weight, int kTiles> struct AmpereTurns {
 
     // sum[tile][i]: token `token(i)` of token tile `tile`, row `row(i)` of the band.
     __device__ static int token(int lane, int i) { return lane % 4 * 2 + i % 2; }
-    __device__ static int row(int lane, int i) { return i / 4 * 16 + i / 2 % 2 * 8 + lane / 4; }
+    __device__ static int row(int lane, int i) {
+        // Such that the lanes' reads of a half meet all banks: 16 bytes are two rows of nvfp4, and one of the others.
+        const int half = i / 4, lower = i / 2 % 2, g = lane / 4;
+        return half * 16 + (Weight::kGroupScales ? 2 * g + lower : 8 * lower + g);
+    }
 
     // Adds the products of a warp's next turn, which is turn `turn` of the band. Lane (g, q) = (lane / 4, lane % 4) holds
-    // tile q of each four, for token g and for the rows g, g + 8, g + 16 and g + 24. A product takes four columns of each
-    // of four tiles: the order of columns within a product is free as long as both sides agree.
+    // tile q of each four, for token g and for four rows. A product takes four columns of each of four tiles: the order of
+    // columns within a product is free as long as both sides agree.
     __device__ void multiply(float (&sum)[kTiles][8], int turn) {
         uint4 own[kTurn / 4][kTiles][2];
 #pragma unroll
@@ -151,8 +155,13 @@ template <class Weight, int kTiles> struct AmpereTurns {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            Weight upper = Weight::take(words_now, half * 16 + lane / 4);
-            Weight lower = Weight::take(words_now, half * 16 + 8 + lane / 4);
+            Weight upper, lower;
+            if constexpr (Weight::kGroupScales) {
+                Weight::take_two(words_now, row(lane, 4 * half), upper, lower);
+            } else {
+                upper = Weight::take(words_now, row(lane, 4 * half));
+                lower = Weight::take(words_now, row(lane, 4 * half + 2));
+            }
 #ifdef ABLATE_ARITHMETIC
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {

@@ -14,15 +14,9 @@ __device__ __forceinline__ SharedAddress shared_address(void *shared) {
     return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-__device__ __forceinline__ unsigned shared_1(SharedAddress address) {
-    unsigned value;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
-    return value;
-}
-
-__device__ __forceinline__ uint2 shared_8(SharedAddress address) {
-    uint2 value;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+__device__ __forceinline__ unsigned shared_2(SharedAddress address) {
+    unsigned short value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address));
     return value;
 }
 

@@ -51,25 +51,32 @@ class LogFile:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, _MODE)
 
     def _run(self) -> None:
+        torn = False  # half a line stands at the end: what comes next must not be read as part of it
         while (line := self._lines.get()) is not None:
+            whole = data = line.encode(errors="replace") + b"\n"
             try:
-                self._follow()
-                data = line.encode(errors="replace") + b"\n"
+                if self._follow():
+                    torn = False
+                if torn:
+                    os.write(self._file, b"\n")
+                    torn = False
                 while data:
                     data = data[os.write(self._file, data) :]
             except OSError as error:
                 self.lost += 1
+                torn = torn or len(data) < len(whole)
                 if not self._complained:
                     self._complained = True
                     print(f"duovolt serve: the request log loses lines: {error.strerror}", file=sys.stderr, flush=True)
 
-    def _follow(self) -> None:
-        """Open the path again if another file, or none, lies there now."""
+    def _follow(self) -> bool:
+        """Open the path again if another file, or none, lies there now; whether it was."""
         if self._path is None:
-            return
+            return False
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(self._path.stat(), os.fstat(self._file)):
-                return
+                return False
         opened = self._open()
         os.close(self._file)
         self._file = opened
+        return True

@@ -259,3 +259,13 @@ def test_offsets_beyond_32_bits(tmp_path: Path) -> None:
     for position, value in marks.items():
         assert read_range(entry, position, position + 1)[0] == value
     np.testing.assert_array_equal(read_range(entry, 2**31 - 2, 2**31 + 2), [0, 1, 2, 0])
+
+
+def test_a_header_that_no_reader_accepts_is_not_even_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((container.MAX_HEADER + 1).to_bytes(8, "little"))
+    with path.open("r+b") as handle:
+        handle.truncate(container.MAX_HEADER + 100)  # a hole: it takes no room
+    monkeypatch.setattr("duovolt.checkpoint.container.parse_json", lambda *_: pytest.fail("100 MB were read"))
+    with pytest.raises(InputError, match="exceeds the limit"):
+        read_header(path)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 from duovolt.cli.main import main
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import load_recipe
+from duovolt.kernels import module
 from duovolt.kernels.module import Module, counted_launches
 from duovolt.perf.layerwise import Reading, Run, compare
 from duovolt.shard.split import shard
@@ -96,16 +96,17 @@ def test_the_measures() -> None:
 
 def test_what_ran_is_counted_where_it_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the code that a module was loaded with, whatever was asked for; only within the block."""
-    module = Module.__new__(Module)
-    module.arch, module._device, module._context = "compute_70", 0, None
-    monkeypatch.setattr(module, "_function", lambda name, shared_bytes: None)
-    monkeypatch.setattr(module, "_call", lambda function, *arguments, what="": None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    module.launch("copy", 1, 32, (1,))
+    own = Module.__new__(Module)
+    own.arch, own._device, own._handle = "compute_70", 0, 7
+    own._starts, own._shared, own._overlaps = {"copy": 1}, {}, False
+    monkeypatch.setattr(module, "current_stream", lambda device: 0)
+    monkeypatch.setattr(module, "current_context", lambda: 7)
+    monkeypatch.setattr(module, "starter", lambda: lambda *arguments: 0)
+    own.launch("copy", 1, 32, (1,))
     with counted_launches() as found:
-        module.launch("copy", 1, 32, (1,))
-        module.launch("copy", 1, 32, (1,))
-    module.launch("copy", 1, 32, (1,))
+        own.launch("copy", 1, 32, (1,))
+        own.launch("copy", 1, 32, (1,))
+    own.launch("copy", 1, 32, (1,))
     assert found == {"compute_70": 2} and Run([], found).code == "2 launches of compute_70 code"
     assert Run().code == "torch"
 

@@ -272,12 +272,12 @@ def test_interrupt_gives_130_and_keeps_no_half_file(source: Path, tmp_path: Path
     # SIGINT at the first read of the second pass: from inside, so that it always comes in mid-work.
     program = (
         "import os, signal, sys\n"
-        "from duovolt.convert import pipeline\n"
-        "real = pipeline.ShardWriter\n"
+        "from duovolt.convert import converter\n"
+        "real = converter.ShardWriter\n"
         "def stop(*a, **k):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return real(*a, **k)\n"
-        "pipeline.ShardWriter = stop\n"
+        "converter.ShardWriter = stop\n"
         "from duovolt.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -16,7 +16,7 @@ from duovolt.checkpoint.download_record import DownloadRecord, finish_record
 from duovolt.checkpoint.encodings import fp8, nvfp4, plain
 from duovolt.checkpoint.encodings.weights import canonical, read_weight
 from duovolt.checkpoint.manifest import read_manifest
-from duovolt.convert import pipeline
+from duovolt.convert import converter
 from duovolt.convert.pipeline import convert
 from duovolt.convert.recipe import Recipe, load_recipe
 from duovolt.model.config import ModelConfig
@@ -111,8 +111,8 @@ def test_bytes_depend_on_neither_workers_nor_bands_nor_shard_boundaries_of_the_r
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = contents(to(source, tmp_path / "one", workers=1))
-    monkeypatch.setattr(pipeline, "BAND_BYTES", 4096)
-    monkeypatch.setattr(pipeline, "SPOOL_BYTES", 64)
+    monkeypatch.setattr(converter, "BAND_BYTES", 4096)
+    monkeypatch.setattr(converter, "SPOOL_BYTES", 64)
     assert contents(to(source, tmp_path / "many", workers=5)) == one
 
 

@@ -130,12 +130,12 @@ struct Copy {
 };
 using SharedAddress = unsigned char *;
 inline SharedAddress shared_address(void *shared) { return static_cast<unsigned char *>(shared); }
-inline unsigned shared_1(SharedAddress address) { return *address; }
-inline uint2 shared_8(SharedAddress address) { return *reinterpret_cast<uint2 *>(address); }
+inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<unsigned short *>(address); }
 inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *>(address); }
 inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
 static thread_local std::vector<std::vector<Copy>> groups(1);
 inline void copy_async(SharedAddress shared, const unsigned char *global) { groups.back().push_back({shared, global, true}); }
+inline void copy_once(SharedAddress shared, const unsigned char *global) { copy_async(shared, global); }
 inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
 inline void commit_copies() { groups.emplace_back(); }
 template <int pending> void wait_copies() {
@@ -161,6 +161,10 @@ inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
     }
     return result;
 }
+
+inline unsigned chosen(unsigned mask, unsigned a, unsigned b) { return (a & mask) | (b & ~mask); }
+inline unsigned both_lower(unsigned pair) { return (pair & 0xFFFF) * 0x10001u; }
+inline unsigned both_upper(unsigned pair) { return (pair >> 16) * 0x10001u; }
 
 inline unsigned e4m3_half(unsigned byte) {
     const int exponent = byte >> 3 & 15, mantissa = byte & 7;

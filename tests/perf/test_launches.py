@@ -121,7 +121,10 @@ def test_every_call_is_timed_once_and_the_layers_in_a_row(monkeypatch: pytest.Mo
     """With a clock that gives every launch 10 us, and 20 us more to a graph as a whole."""
     sizes: list[int] = []
 
-    def clock(launches: Any, device: torch.device, repeats: int = 0, together: Any = None) -> Timing:
+    def clock(
+        launches: Any, device: torch.device, repeats: int = 0, together: Any = None, overlap: bool = False
+    ) -> Timing:
+        assert overlap  # as the engine's graphs are captured
         sizes.append(len(launches))
         return Timing(10e-6 + 20e-6 / len(launches), 0.01)
 
@@ -228,6 +231,7 @@ def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest
     keys = {launch.key for launch in ledger.launches if not launch.within}
     launches = [LaunchTime(key, 0.0, 3e-6) for key in keys]
     chains = [Chain("qwen3.8-27b, recipe v100", 2, 50, 200e-6, 150e-6), Chain("another", 2, 50, 1e-3, 1e-6)]
+    chains.insert(1, replace(chains[0], seconds=1e-3, lanes=2))
     card = load_card("h200").with_launches([LaunchTimes(MACHINE, [], launches, chains, 7e-6)])
     found = forecast(ledger, card, Setting(link="measured"))
     calls = sum(not launch.within for launch in ledger.launches)

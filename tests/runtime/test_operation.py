@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -172,6 +173,27 @@ def test_a_log_that_cannot_be_written_is_refused_or_counted(tmp_path: Path, capf
     log.close()
     assert log.lost == 2
     assert capfd.readouterr().err.count("the request log loses lines") == 1
+
+
+def test_a_line_after_one_that_the_disk_had_no_room_for_stands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound, calls, log = os.write, [], LogFile(tmp_path / "log")
+
+    def write(file: int, data: bytes) -> int:
+        if file != log._file:
+            return sound(file, data)
+        calls.append(data)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return sound(file, data[:3] if len(calls) == 1 else data)
+
+    monkeypatch.setattr("duovolt.runtime.proxy.log_file.os.write", write)
+    for number in range(3):
+        log.write(json.dumps({"line": number}))
+    log.close()
+    monkeypatch.undo()
+    assert (tmp_path / "log").read_text().splitlines() == ['{"l', '{"line": 1}', '{"line": 2}'] and log.lost == 1
 
 
 @pytest.mark.parametrize("key", ["first", "second"])
