@@ -104,6 +104,20 @@ def test_same_bits_alone_and_among_others(tensor_core_device, int8):
 
 
 @FORMS
+def test_same_bits_in_every_row_where_sums_of_queries_round(tensor_core_device, int8):
+    """Large and small queries side by side: a sum over their dimensions in another order would show."""
+    case = Case(tensor_core_device, int8, [100], [6], heads=(12, 2))
+    case.query[..., ::2] += 300
+    case.query[..., 1::2] *= 0.01
+    (case.cache.key_scales if int8 else case.cache.keys).mul_(0.02)  # weights of many sizes
+    together = decode_attention(case.query, case.cache, case.sequences, **case.bounds)
+    for row in range(6):
+        alone = Sequences.of(case.tables, [100 + row], [1])
+        got = decode_attention(case.query[row : row + 1].clone(), case.cache, alone, max_tokens=1, max_positions=128)
+        assert torch.equal(bits(got[0]), bits(together[row])), f"row {row}"
+
+
+@FORMS
 @pytest.mark.parametrize("sharp", [0.0, 8.0], ids=["uniform", "one-hot"])
 def test_flat_and_sharp_weights(tensor_core_device, int8, sharp):
     case = Case(tensor_core_device, int8, [199], [1], sharp=sharp)
