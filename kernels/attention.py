@@ -19,7 +19,7 @@ from .norm import check_heads, staged
 SOURCE = "attention.cu"
 MAX_TOKENS = 8
 MAX_SEQUENCES = 4
-TIERS = ((0, 128), (2048, 256), (8192, 512), (65536, 1024))  # from this position on, segments of this length
+TIERS = ((0, 128), (8192, 256), (32768, 512), (65536, 1024))  # from this position on, segments of this length
 MAX_SEGMENTS = 2560
 _MERGE_THREADS = 512
 _TILE_ROWS = 8  # query rows of a tensor-core product

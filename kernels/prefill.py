@@ -2,8 +2,9 @@
 
 Some tokens more than the decode linear takes are cheaper as several of it. Beyond:
 out[t, n] = sum_k x[t, k] * fp16(W[n, k] * s[n]), summed in float32 by the vendor's library, rounded to fp16. The weights are
-dequantised at a power of two that brings the largest near 4, and the product is multiplied back in float32, so that
-neither small nor large scales leave fp16's range. Bits may depend on T: prefill promises none.
+dequantised at a factor that brings the largest near 4, and the product is multiplied back in float32, so that neither
+small nor large scales leave fp16's range; nvfp4 of one scale without that scale, so that its values stay exact. Bits may
+depend on T: prefill promises none.
 """
 
 import functools
@@ -16,12 +17,13 @@ from ..checkpoint.errors import InputError
 from .linear import MAX_TOKENS, linear
 from .module import load
 from .task import matrix_of
-from .weights import BAND, GROUP, Fp8BlockWeight, Nvfp4Weight, Weight, check
+from .weights import BAND, GROUP, Fp8BlockWeight, HalfWeight, Nvfp4Weight, Weight, check
 
 SOURCE = "dequantise.cu"
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens
 SCRATCH_BYTES = 96 << 20  # of plain weights at a time
-_LARGEST = {"nvfp4": 6.0 * 448.0, "fp8": 448.0, "fp8_blocks": 448.0, "half": 65504.0}
+_LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
+_LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
 _COLUMNS_A_BLOCK = 8 * 64  # eight warps, four tiles each
 
@@ -41,15 +43,15 @@ def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
             linear(x[few], weight, out[few], dtype=torch.float16)
         return out
     rows, columns = weight.shape
-    exponent = half_exponent(weight)
+    factor, back = half_factors(weight)
     bands = weight.words.shape[0]
     step = max(1, SCRATCH_BYTES // (2 * BAND * columns))
     for first in range(0, bands, step):
         count = min(step, bands - first)
         plain = _scratch(x.device, max(SCRATCH_BYTES // 2, BAND * columns))[: count * BAND * columns].view(-1, columns)
-        dequantise(weight, plain, first, 2.0**exponent)
+        dequantise(weight, plain, first, factor)
         part = out[:, first * BAND : min((first + count) * BAND, rows)]
-        torch.addmm(part, x, plain[: part.shape[1]].t(), beta=0, alpha=2.0**-exponent, out=part)
+        torch.addmm(part, x, plain[: part.shape[1]].t(), beta=0, alpha=back, out=part)
     return out
 
 
@@ -70,18 +72,40 @@ def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> N
     )
 
 
-def half_exponent(weight: Weight) -> int:
-    """The power of two by which the weight's largest possible value comes to lie in (2, 4]; 0 for a weight of zeros."""
-    known = weight.__dict__.get("_half_exponent")
+def half_factors(weight: Weight) -> tuple[float, float]:
+    """(what the weight times its scales is multiplied by on its way to fp16, what the product is multiplied by after).
+
+    The weight's largest value comes to lie in (2, 4]: for fp16 matrices the largest that is there, for words the largest
+    that their scales allow. 1 and 1 for a weight of zeros.
+    """
+    known = weight.__dict__.get("_half_factors")
     if known is None:
-        scales = weight.block_scale if isinstance(weight, Fp8BlockWeight) else weight.scale
-        largest = _LARGEST[weight.encoding] * float(scales.abs().max())
-        if isinstance(weight, Nvfp4Weight):
-            codes = int((weight.block_scale & 0x7F).max())
-            largest *= float(torch.tensor([codes], dtype=torch.uint8).view(torch.float8_e4m3fn).float()) / 448.0
-        known = _TARGET - math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
-        object.__setattr__(weight, "_half_exponent", known)  # derived from the frozen fields, and costly
+        known = _half_factors(weight)
+        object.__setattr__(weight, "_half_factors", known)  # derived from the frozen fields, and costly
     return known
+
+
+def _half_factors(weight: Weight) -> tuple[float, float]:
+    if isinstance(weight, HalfWeight):
+        over = (1, 2, 4)  # all but the rows
+        rows = torch.maximum(weight.words.amax(over), -weight.words.amin(over)).flatten()[: weight.scale.numel()]
+        return _power(float((rows.float() * weight.scale.abs()).max()))
+    scales = weight.block_scale if isinstance(weight, Fp8BlockWeight) else weight.scale
+    scale = float(scales.abs().max())
+    if not isinstance(weight, Nvfp4Weight):
+        return _power(_LARGEST_FP8 * scale)
+    codes = int((weight.block_scale & 0x7F).max())
+    values = _LARGEST_E2M1 * float(torch.tensor([codes], dtype=torch.uint8).view(torch.float8_e4m3fn).float())
+    if scales.numel() > 1 or not _LEAST_SCALE < scale < 1 / _LEAST_SCALE or float(scales) < 0:
+        return _power(values * scale)
+    factor, back = _power(values)
+    return factor / scale, back * scale
+
+
+def _power(largest: float) -> tuple[float, float]:
+    """A power of two that brings `largest` to (2, 4], and its inverse."""
+    exponent = _TARGET - math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
+    return 2.0**exponent, 2.0**-exponent
 
 
 @functools.cache

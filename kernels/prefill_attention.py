@@ -87,14 +87,22 @@ def prefill_attention(
     return output_gate(attended.float().contiguous(), gate, out=out)
 
 
+def flash_takes(query: Tensor, keys: Tensor, values: Tensor, shares: bool) -> bool:
+    """Whether torch's fused kernel takes them; else all scores would stand in memory at once.
+
+    It is asked without `is_causal`: to fewer rows than positions torch says no then, though the kernel takes them as meant.
+    """
+    params = torch.backends.cuda.SDPAParams(query, keys, values, None, 0.0, False, shares)
+    return query.is_cuda and bool(torch.backends.cuda.can_use_flash_attention(params))
+
+
 def _attend(query: Tensor, keys: Tensor, values: Tensor, shares: bool) -> Tensor:
     """[1, heads, T, 256] over [1, heads or KV heads, length, 256], whose last T positions are the rows' own.
 
     What torch calls `causal_lower_right`, whose module takes seconds to import, in every process.
     """
     tokens, length, scale = query.shape[2], keys.shape[2], DIM**-0.5
-    params = torch.backends.cuda.SDPAParams(query, keys, values, None, 0.0, True, shares)
-    if query.is_cuda and torch.backends.cuda.can_use_flash_attention(params):
+    if flash_takes(query, keys, values, shares):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, keys, values, 0.0, is_causal=True, return_debug_mask=False, scale=scale)[0]
     mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)

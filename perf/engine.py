@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -67,9 +67,10 @@ class Alone:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Of a profiled pass. idle: part of the time in which no kernel ran, None: not profiled.
+    """Of profiled passes. idle: part of the time in which no kernel ran, None: not profiled.
 
-    families: milliseconds a round of their kernels; kernels: name -> (launches a round, milliseconds a round), longest first.
+    families: milliseconds a round of their kernels; kernels: name -> (launches a round, milliseconds a round), longest first:
+    of launches one after the other, so that together they take longer than a round whose launches overlap.
     """
 
     idle: float | None = None
@@ -115,7 +116,7 @@ class Bench:
 
     def rounds(self, depth: int, lanes: int, drafts: int, count: int, profile: bool = True) -> RoundFigures:
         """`count` timed rounds of `lanes` lanes from `depth` on, each of which keeps `drafts` drafts and one more."""
-        steps = WARM_ROUNDS + count + (PROFILED_ROUNDS + 2 if profile else 0)
+        steps = WARM_ROUNDS + count + (2 * (PROFILED_ROUNDS + 2) if profile else 0)
         with self.opened(depth, lanes, drafts, steps) as opened:
             for _ in range(WARM_ROUNDS):
                 self.round(opened)
@@ -209,7 +210,15 @@ class Bench:
             lane.add(outcome.tokens)
 
     def _profile(self, lanes: list[Lane]) -> Breakdown:
-        """Kernels of some rounds, by the profiler: it makes short kernels look longer, so it has a pass of its own."""
+        """Kernels of some rounds, by the profiler: it makes short kernels look longer, so it has passes of its own.
+
+        An overlapping kernel lasts from its placing on, waits included: kernels are those of rounds without, idle is not.
+        """
+        idle = self._profiled(lanes).idle
+        with self.executor.in_turn():
+            return replace(self._profiled(lanes), idle=idle)
+
+    def _profiled(self, lanes: list[Lane]) -> Breakdown:
         from torch.profiler import ProfilerActivity, profile
 
         self.round(lanes)

@@ -76,7 +76,10 @@ class _Maker:
     def _matrix(self, encoding: str, rows: int, columns: int) -> Weight:
         bands, groups, unit = rows // BAND, columns // GROUP, columns**-0.5
         if encoding in ("bf16", "fp16") or rows % BAND:
-            return HalfWeight.of(self._normal((rows, columns)).mul_(unit).half())
+            dtype = (
+                torch.bfloat16 if encoding == "bf16" else torch.float16
+            )  # what `HalfWeight.of` is given when loading
+            return HalfWeight.of(self._normal((rows, columns)).mul_(unit).to(dtype))
         if encoding == "nvfp4":
             scales = self._words((bands, groups, BAND)).bitwise_and_(7).add_(_ONE)
             scale = torch.full((1,), unit / _NVFP4_RMS, device=self._device)

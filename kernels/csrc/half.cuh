@@ -16,7 +16,8 @@ template <class T> __device__ __forceinline__ T stream(const T *address) { retur
 
 // Where launches overlap (sm_90 and newer, `overlap` of a launch): `await_previous` returns when all launches before have
 // ended and what they wrote can be read; `admit_next` lets the next one begin. Until a kernel has waited it may only read
-// weights, tables and what it alone keeps, and only write the latter. Elsewhere nothing happens.
+// weights, tables and what it alone keeps, and only write the latter; behind a `take_over`, which admits after it has waited,
+// also read what is older than that launch. Elsewhere nothing happens.
 __device__ __forceinline__ void await_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

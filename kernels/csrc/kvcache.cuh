@@ -23,7 +23,7 @@ template <int kPiece> __device__ __forceinline__ int value_index(int position, i
 
 // Positions are cut into segments at fixed places, shorter ones near the start, where there would be too few blocks. So a
 // token's segments depend on its position alone.
-constexpr int kSecondTier = 2048, kThirdTier = 8192, kFourthTier = 65536; // segments of 128 below, then of 256, 512, 1,024
+constexpr int kSecondTier = 8192, kThirdTier = 32768, kFourthTier = 65536; // segments of 128 below, then of 256, 512, 1,024
 constexpr int kSecondSegment = kSecondTier / 128, kThirdSegment = kSecondSegment + (kThirdTier - kSecondTier) / 256,
               kFourthSegment = kThirdSegment + (kFourthTier - kThirdTier) / 512;
 constexpr int kSegmentPages = 1024 / kPage; // of the longest

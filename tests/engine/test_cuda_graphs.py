@@ -71,6 +71,18 @@ def test_launches_overlap_within_a_capture_alone(notes, wanted):
     assert seen == [False, wanted]
 
 
+def test_rounds_are_captured_again_in_turn_where_that_is_asked_for(notes):
+    graphs = Graphs(torch.device("cuda"), enabled=True)
+    seen = []
+    for _ in range(2):
+        graphs.run("a", lambda: seen.append(module._overlapping.get()))
+    with graphs.in_turn():
+        for _ in range(2):
+            graphs.run("a", lambda: seen.append(module._overlapping.get()))
+    graphs.run("a", lambda: seen.append(module._overlapping.get()))
+    assert seen == [False, True, False] and len(graphs) == 2 and graphs.overlap
+
+
 def test_where_overlapping_launches_cannot_be_captured_they_are_captured_one_after_the_other(notes):
     def work() -> None:
         notes.append("overlapping" if module._overlapping.get() else "work")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec import structs
 
 from duovolt.runtime.messages import TokenEvent
 from duovolt.runtime.parallel.region import region_bytes
@@ -47,6 +48,39 @@ def test_a_rank_of_another_conversion_is_refused_and_all_are_ended(plan: ServePl
     assert len(pids) == 2
     assert all(gone(pid) for pid in pids)
     assert leftovers(os.getpid()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rank": 0}, "rank"),
+        ({"size": 4}, "size"),
+        ({"conversion_id": "another"}, "conversion id"),
+        ({"recipe": "another"}, "recipe"),
+        ({"tokenizer_digest": "0" * 32}, "tokenizer"),
+        ({"versions": {"duovolt": "0.0.1"}}, "versions"),
+        ({"backend": "reference"}, "backend"),
+    ],
+)
+def test_the_second_rank_must_be_the_firsts_twin(plan: ServePlan, change: dict[str, Any], named: str) -> None:
+    """L09: weights of one conversion, one layout of messages, one build; nothing is loaded before."""
+    identity = plan.identity
+    first = Hello(0, 2, 1, identity.conversion_id, identity.recipe, identity.tokenizer_digest, {"duovolt": "1"},
+                  plan.backend.argument)  # fmt: skip
+
+    async def meet(second: Hello) -> RankFault | None:
+        group = RankGroup(plan, lambda events: None, first=True)
+        group._take(0, first)
+        group._take(1, second)
+        fault = group.fault.result() if group.fault.done() else None
+        await group.stop()
+        return fault
+
+    twin = structs.replace(first, rank=1)
+    assert asyncio.run(meet(twin)) is None
+    fault = asyncio.run(meet(structs.replace(twin, **change)))
+    assert fault is not None and fault.exit_code == 2
+    assert f"rank 1 refused: its {named} is {next(iter(change.values()))}, expected" in str(fault)
 
 
 def event(request_id: int, tokens: list[int], finish: str | None = None) -> TokenEvent:

@@ -4,6 +4,7 @@ On a CPU the same code runs on the operations' torch references, without graphs.
 """
 
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -273,6 +274,10 @@ class CudaExecutor:
         state.lanes.kept[index] = 1
         state.lanes.next[index, 0] = token
         self._lengths[index] = length
+
+    def in_turn(self) -> AbstractContextManager[None]:
+        """For measuring: within it, launches of captured rounds do not overlap."""
+        return self._graphs.in_turn()
 
     def force(self, lane: Lane, accepted: int) -> None:
         """For measuring: so many drafts of every round stand, whatever the logits say; -1: as they say."""

@@ -1,6 +1,7 @@
 """Work captured in CUDA graphs: the first time it runs as it is written, from the second on as a graph."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,12 +33,21 @@ class Graphs:
         """Graphs captured."""
         return len(self._graphs)
 
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within it no launch overlaps, so that each can be timed by itself."""
+        wanted, self.overlap = self.overlap, False
+        try:
+            yield
+        finally:
+            self.overlap = wanted
+
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do the work of `key` on the current stream."""
         if not self.enabled:
             work()
             return
-        graph = self._graphs.get(key)
+        graph = self._graphs.get((key, self.overlap))
         if graph is None and key in self._seen:
             graph = self._capture(key, work)
         self._seen.add(key)  # the first run loads what a capture must not
@@ -67,5 +77,5 @@ class Graphs:
             self._graphs.clear()
             return None
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._graphs[key] = graph
+        self._graphs[key, self.overlap] = graph
         return graph

@@ -6,7 +6,13 @@ import torch
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels.kvcache import DIM, PAGE
-from duovolt.kernels.prefill_attention import gather, prefill_attention, prefill_attention_reference
+from duovolt.kernels.prefill_attention import (
+    flash_takes,
+    gather,
+    prefill_attention,
+    prefill_attention_reference,
+    torch_attends,
+)
 
 from .support import HALF_ERROR, Guarded, bits, data, relative
 from .test_attention import Case
@@ -92,3 +98,15 @@ def test_bad_calls_are_refused():
     ):
         with pytest.raises(InputError, match=message):
             call()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("tokens", "length"), [(64, 64), (64, 256), (2048, 8192)])
+def test_torch_s_fused_kernel_takes_a_chunk_behind_others(tokens, length):
+    """A slow way that gives the same numbers is not seen by comparing them."""
+    if not torch_attends(torch.cuda.get_device_capability()):
+        pytest.skip("this card has our own kernel")
+    query = torch.zeros(1, 12, tokens, 256, device="cuda").half()
+    keys = torch.zeros(1, 2, length, 256, device="cuda").half()
+    assert flash_takes(query, keys, keys, True)
