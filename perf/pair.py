@@ -38,7 +38,7 @@ def way_between(wish: str, devices: Sequence[int]) -> Choice:
         raise EnvironmentFault(f"--devices {','.join(map(str, devices))}: this machine shows {count} cards.")
     if devices[0] == devices[1] or wish != "auto":
         small = "host" if wish == "auto" else wish
-        return Choice.parse(small if small == "nccl" else f"{small},peer")
+        return Choice.parse({"nccl": "nccl", "host": "host,halves,peer"}.get(small, f"{small},peer"))
     return choose("auto")
 
 
