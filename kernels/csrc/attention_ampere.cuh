@@ -87,10 +87,10 @@ template <class Cache, int kTiles> struct AmpereWalk {
     __device__ __forceinline__ void find_offsets() {
         for (int index = threadIdx.x; index < kBlocks * kRows; index += kDecodeThreads) {
             const int block = index / kRows, row = index % kRows;
-            float total = 0;
+            float total = 0; // in one order for every row: a token may stand in any of them
 #pragma unroll
             for (int chunk = 0; chunk < kBlock / 8; ++chunk) {
-                const uint4 &v = chunk_at(queries, row * kRowHalves + block * kBlock + (chunk + index) % 8 * 8);
+                const uint4 &v = chunk_at(queries, row * kRowHalves + block * kBlock + chunk * 8);
                 const unsigned pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {

@@ -104,6 +104,23 @@ def test_same_bits_alone_and_among_others(tensor_core_device, int8):
 
 
 @FORMS
+def test_same_bits_in_every_row_for_queries_of_all_magnitudes(tensor_core_device, int8):
+    """Sums of a query's own values round only where its values lie far apart: in any row they must round alike."""
+    device = tensor_core_device
+    case = Case(device, int8, [125], [8], heads=(12, 2), seed=5)
+    rng = np.random.default_rng(6)
+    spread = torch.from_numpy(np.exp2(rng.integers(-13, 2, case.query.shape)).astype(np.float32)).to(device)
+    case.query = (case.query.float() * spread).half()
+    together = decode_attention(case.query, case.cache, case.sequences, **case.bounds)
+    for row in range(8):
+        alone = Sequences.of(case.tables, [125 + row], [1])
+        got = decode_attention(
+            case.query[row : row + 1].clone(), case.cache, alone, max_tokens=1, max_positions=case.bounds["max_positions"]
+        )
+        assert torch.equal(bits(got[0]), bits(together[row])), f"row {row}"
+
+
+@FORMS
 @pytest.mark.parametrize("sharp", [0.0, 8.0], ids=["uniform", "one-hot"])
 def test_flat_and_sharp_weights(tensor_core_device, int8, sharp):
     case = Case(tensor_core_device, int8, [199], [1], sharp=sharp)
