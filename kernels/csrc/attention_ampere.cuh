@@ -84,11 +84,10 @@ template <class Cache, int kTiles> struct AmpereWalk {
     }
 
     // Words are multiplied as they stand, 128 above what they mean: that times the sum of a query's block is known beforehand.
-    // In one order for all rows: a token's row is not its own.
     __device__ __forceinline__ void find_offsets() {
         for (int index = threadIdx.x; index < kBlocks * kRows; index += kDecodeThreads) {
             const int block = index / kRows, row = index % kRows;
-            float total = 0;
+            float total = 0; // in one order for every row: a token may stand in any of them
 #pragma unroll
             for (int chunk = 0; chunk < kBlock / 8; ++chunk) {
                 const uint4 &v = chunk_at(queries, row * kRowHalves + block * kBlock + chunk * 8);
