@@ -115,7 +115,11 @@ def test_same_bits_in_every_row_for_queries_of_all_magnitudes(tensor_core_device
     for row in range(8):
         alone = Sequences.of(case.tables, [125 + row], [1])
         got = decode_attention(
-            case.query[row : row + 1].clone(), case.cache, alone, max_tokens=1, max_positions=case.bounds["max_positions"]
+            case.query[row : row + 1].clone(),
+            case.cache,
+            alone,
+            max_tokens=1,
+            max_positions=case.bounds["max_positions"],
         )
         assert torch.equal(bits(got[0]), bits(together[row])), f"row {row}"
 
