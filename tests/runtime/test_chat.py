@@ -70,7 +70,9 @@ def test_refusals_and_absence_have_their_exit_codes(chat: Callable[..., subproce
         absent = chat("--once", "hi", url=f"http://127.0.0.1:{free.getsockname()[1]}")
     assert absent.returncode == 3
     assert "no server at http://127.0.0.1" in absent.stderr and "duovolt serve" in absent.stderr
-    assert chat("--once", "hi", url="nonsense").returncode == 3
+    nonsense = chat("--once", "hi", url="nonsense")
+    assert nonsense.returncode == 2
+    assert nonsense.stderr == "duovolt: --url nonsense: begin it with http:// or https://.\n"
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "hot"])
