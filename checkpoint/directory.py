@@ -64,13 +64,18 @@ def require_report_place(file: Path | None, checkpoints: Iterable[Path | None]) 
             )
 
 
+def require_file(path: Path, limit: int, what: str) -> None:
+    """To be asked before a file is read whole: a pipe or a device may never end. Raises InputError, OSError if absent."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{path}: not a regular file, where {what} was expected.")
+    if path.stat().st_size > limit:
+        raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {limit} allowed for {what}.")
+
+
 def read_text(path: Path, limit: int, what: str) -> str:
     """A UTF-8 file of at most `limit` bytes. `what` names its part in messages. Raises InputError."""
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe or a device may never end
-            raise InputError(f"{path}: not a regular file, where {what} was expected.")
-        if path.stat().st_size > limit:
-            raise InputError(f"{path}: {path.stat().st_size} bytes, more than the {limit} allowed for {what}.")
+        require_file(path, limit, what)
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: no text, or a NUL in the name
         raise InputError(f"{ascii(str(path))[1:-1]}: {what}: {getattr(error, 'strerror', None) or error}.") from None

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from ..checkpoint.directory import MAX_JSON, require_file
 from ..checkpoint.errors import InputError
 from ..runtime.engine.engine import Engine
 from ..runtime.engine.loading import EngineSettings, load_engine
@@ -170,6 +171,7 @@ def measure(
     path = directory / "tokenizer.json"
     if not path.exists():
         raise InputError(f"{path}: no such file; quality is measured on text, which needs the tokenizer.")
+    require_file(path, MAX_JSON, "a tokenizer")
     tokenizer = Tokenizer.from_file(str(path))
     torch.set_num_threads(1)  # the ops are small: more threads only wait for one another
     context = max(protocol.window + 1, protocol.prompt_tokens + protocol.continuation) + 8

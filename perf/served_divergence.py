@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from ..checkpoint.directory import MAX_JSON, require_file
 from ..checkpoint.errors import InputError
 from .divergence import Predictor
 from .graded.result import CoarseDivergence
@@ -45,6 +46,7 @@ def against_directory(windows: list[Window], directory: Path) -> CoarseDivergenc
     path = directory / "tokenizer.json"
     if not path.exists():
         raise InputError(f"--against {directory}: no tokenizer.json there.")
+    require_file(path, MAX_JSON, "a tokenizer")
     tokenizer = Tokenizer.from_file(str(path))
     encoded = [tokenizer.encode(window.text, add_special_tokens=False).ids for window in windows]
     predictor = Predictor(directory, max(map(len, encoded)))

@@ -12,6 +12,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ...checkpoint.directory import MAX_JSON, require_file
 from ...checkpoint.errors import InputError
 from .errors import ApiError, bad_request
 from .tokenizer import THINK, TOOL_CALL, TextTokenizer
@@ -69,6 +70,7 @@ class ChatTemplate:
 
 
 def _read_source(path: Path) -> str:
+    require_file(path, MAX_JSON, "a chat template")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from ...checkpoint.directory import read_json
+from ...checkpoint.directory import MAX_JSON, read_json, require_file
 from ...checkpoint.errors import InputError
 from ...model.config import MAX_EXTENT
 from ..rank.identity import TOKENIZER
@@ -55,8 +55,11 @@ class TextTokenizer:
     def __init__(self, directory: Path) -> None:
         path = self.file = directory / TOKENIZER
         try:
+            require_file(path, MAX_JSON, "a tokenizer")
             self._tokenizer = Tokenizer.from_file(str(path))
             document = json.loads(path.read_bytes())
+        except InputError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise InputError(f"{path}: not a tokenizer ({error}).") from error
         if not isinstance(document, dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from ...checkpoint.directory import Checkpoint
+from ...checkpoint.directory import MAX_JSON, Checkpoint, require_file
 from ...checkpoint.errors import InputError
 from ...checkpoint.files import file_metadata
 from ...checkpoint.manifest import has_manifest, read_manifest
@@ -67,6 +67,7 @@ def scripted_identity(directory: Path) -> RankIdentity:
 def tokenizer_digest(directory: Path) -> str:
     """xxh3-128 of tokenizer.json. Raises InputError if it is missing."""
     try:
+        require_file(directory / TOKENIZER, MAX_JSON, "a tokenizer")
         return xxhash.xxh3_128_hexdigest((directory / TOKENIZER).read_bytes())
     except OSError as error:
         raise InputError(

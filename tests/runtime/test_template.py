@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from duovolt.runtime.proxy.errors import ApiError
 from duovolt.runtime.proxy.schema import ChatBody
 from duovolt.runtime.proxy.template import ChatTemplate
 from duovolt.runtime.proxy.tokenizer import TextTokenizer
+from duovolt.runtime.rank.identity import tokenizer_digest
 
 from .stub_model import make_directory, make_tokenizer
 
@@ -95,3 +97,17 @@ def test_without_a_template_chat_is_refused_and_says_what_to_use(tmp_path: Path)
     template = ChatTemplate(folder, TextTokenizer(folder))
     with pytest.raises(ApiError, match="use /v1/completions"):
         template.render([], None, {})
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_a_file_is_told_and_does_not_hang(tmp_path: Path) -> None:
+    folder = make_directory(tmp_path)
+    tokenizer = TextTokenizer(folder)
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    with pytest.raises(InputError, match="not a regular file, where a chat template was expected"):
+        ChatTemplate(folder, tokenizer)
+    for read in (TextTokenizer, tokenizer_digest):
+        with pytest.raises(InputError, match="not a regular file, where a tokenizer was expected"):
+            read(folder)
