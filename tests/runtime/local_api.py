@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import make_plan
 from duovolt.runtime.proxy.workers import Workers
 from duovolt.runtime.rank.scripted import ScriptedAnswer, ScriptedEngine
+
+from .stub_model import write_script
+
+TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 
 
 class ReadySupervisor:
@@ -88,3 +93,13 @@ def read_events(text: str) -> list[Any]:
         found.append(value if value == "[DONE]" else json.loads(value))
         assert [f"event: {found[-1]['type']}"] == names if names else not str(found[-1]).startswith("{'type'")
     return found
+
+
+def bundled_api(folder: Path, **options: Any) -> LocalApi:
+    """The bundled model's tokenizer, template and processors in `folder`/ranks, its answers scripted."""
+    ranks = folder / "ranks" / "rank-0-of-1"
+    ranks.mkdir(parents=True)
+    for file in [*TINY.glob("*.json"), TINY / "chat_template.jinja"]:
+        shutil.copy(file, ranks)
+    script = write_script(folder / "script.jsonl", {"blocks": [[100, 3026]]})
+    return LocalApi(ranks.parent, script, max_context=600, **options)

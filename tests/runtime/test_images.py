@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import shutil
 import socket
 import threading
 import time
@@ -22,10 +21,9 @@ from duovolt.runtime.messages import GenerateRequest
 from duovolt.runtime.proxy import image_urls
 from duovolt.runtime.proxy.image_urls import fetch_image, is_public
 
-from .local_api import LocalApi
+from .local_api import LocalApi, bundled_api
 from .stub_model import make_ranks, write_script
 
-TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 PAD = 3029
 CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 
@@ -44,18 +42,9 @@ def data_url(data: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def make_api(folder: Path, **options: Any) -> LocalApi:
-    ranks = folder / "ranks" / "rank-0-of-1"
-    ranks.mkdir(parents=True)
-    for file in [*TINY.glob("*.json"), TINY / "chat_template.jinja"]:
-        shutil.copy(file, ranks)
-    script = write_script(folder / "script.jsonl", {"blocks": [[100, 3026]]})
-    return LocalApi(ranks.parent, script, max_context=600, **options)
-
-
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> LocalApi:
-    return make_api(tmp_path_factory.mktemp("images"))
+    return bundled_api(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +220,7 @@ def test_public_addresses(address: str, public: bool) -> None:
 def test_urls_that_are_refused_before_a_connection(url: str, words: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        api = make_api(tmp_path, allow_image_urls=True)
+        api = bundled_api(tmp_path, allow_image_urls=True)
         status, answer = api.post(CHAT, chat(url.format(port=listener.getsockname()[1])))
         assert status == 400 and words in answer["error"]["message"], answer
         with pytest.raises(BlockingIOError):

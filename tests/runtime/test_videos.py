@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from duovolt.runtime.proxy.pictures import PictureReader, encode_with_pictures
 from duovolt.runtime.proxy.tokenizer import TextTokenizer
 from duovolt.runtime.proxy.videos import Video, spell_videos
 
-from .local_api import LocalApi
+from .local_api import TINY, LocalApi, bundled_api
 from .stub_model import make_ranks, write_script
 
-TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 EXPECTED = json.loads((Path(__file__).parents[1] / "fixtures" / "video" / "expected.json").read_text())
 IMAGE, VIDEO, START, END = 3029, 3030, 3027, 3028
 CHAT = "/v1/chat/completions"
@@ -53,18 +51,9 @@ FRAMES = film(4, 64, 64)  # two groups of 2 x 2 tokens
 LIST = [f"data:image/png;base64,{picture(frame)}" for frame in FRAMES]
 
 
-def make_api(folder: Path, **options: Any) -> LocalApi:
-    ranks = folder / "ranks" / "rank-0-of-1"
-    ranks.mkdir(parents=True)
-    for file in [*TINY.glob("*.json"), TINY / "chat_template.jinja"]:
-        shutil.copy(file, ranks)
-    script = write_script(folder / "script.jsonl", {"blocks": [[100, 3026]]})
-    return LocalApi(ranks.parent, script, max_context=600, **options)
-
-
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> LocalApi:
-    return make_api(tmp_path_factory.mktemp("videos"))
+    return bundled_api(tmp_path_factory.mktemp("videos"))
 
 
 def chat(*parts: dict[str, Any], text: str = "what?") -> dict[str, Any]:
@@ -191,7 +180,7 @@ def test_models_that_read_no_video(tmp_path: Path) -> None:
     blind = LocalApi(make_ranks(tmp_path / "blind" / "ranks", 1), write_script(tmp_path / "s", {"blocks": [[1]]}))
     status, answer = blind.post(CHAT, chat(part))
     assert status == 400 and "this server reads no video: the model has no vision tower" in answer["error"]["message"]
-    api = make_api(tmp_path / "still")
+    api = bundled_api(tmp_path / "still")
     (tmp_path / "still" / "ranks" / "rank-0-of-1" / "video_preprocessor_config.json").unlink()
     again = LocalApi(tmp_path / "still" / "ranks", tmp_path / "still" / "script.jsonl", max_context=600)
     assert api.request("GET", "/status").json()["videos"] and not again.request("GET", "/status").json()["videos"]
