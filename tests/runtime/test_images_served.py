@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from .conftest import Server, running
+from .local_api import TINY
 from .real_model import duovolt
-from .test_images import FIRST, SECOND, TINY, chat, data_url, png
+from .test_images import FIRST, SECOND, chat, data_url, png
 
 CHAT = "/v1/chat/completions"
 
