@@ -122,8 +122,8 @@ template <class Weight, int kTiles> struct AmpereTurns {
                 if (x_tiles > four * 4 && tile * kTokens + lane / 4 < ahead.task.tokens) {
                     const unsigned char *row =
                         x + tile * kTokens * 2 * kColumns * ahead.task.groups + four * 4 * 2 * kColumns;
-                    own[four][tile][0] = read_now(row);
-                    own[four][tile][1] = read_now(row + 16);
+                    own[four][tile][0] = read_fresh(row);
+                    own[four][tile][1] = read_fresh(row + 16);
                 }
 #endif
             }

@@ -37,6 +37,16 @@ __device__ __forceinline__ uint4 read_now(const void *address) {
     return value;
 }
 
+// 16 bytes issued where it stands, of what the launch before may have written while this one was already under way: the
+// read-only cache is for what nobody writes as long as a kernel lives.
+__device__ __forceinline__ uint4 read_fresh(const void *address) {
+    uint4 value;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+    return value;
+}
+
 // Brings the line of an address into the second-level cache.
 __device__ __forceinline__ void prefetch(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
