@@ -263,12 +263,12 @@ def test_from_a_measurement_to_a_card_file_to_a_forecast(
     }.items():
         assert main([*base, *words, "--write", str(tmp_path / f"{name}.json")]) == 0
         written[name] = json.loads((tmp_path / f"{name}.json").read_text())["rounds"][0]
-        assert "launches in turn" not in capsys.readouterr().out
+        assert "launches in turn: what" not in capsys.readouterr().out
     assert written["launches"]["families"]["overlap"] < 0 and written["card"]["families"]["overlap"] < 0
     assert "overlap" not in written["serial"]["families"]
     assert [written[name]["graphs"] for name in ("card", "serial")] == ["on", "serial"]
     assert main([*base, "--card", "v100-877"]) == 0
-    assert "launches in turn" in capsys.readouterr().out
+    assert "launches in turn: what" in capsys.readouterr().out
 
 
 def _tables(capsys: pytest.CaptureFixture[str]) -> str:
