@@ -83,20 +83,25 @@ __device__ void multiply_band(Walk &walk, const Task &task, const Matrix &matrix
 
 // One output: the warps' sums in order, times the scale of the row.
 template <class Weight, int kTiles, int kHeld>
-__device__ float total(const Partial<kTiles, kHeld> &partial, const Matrix &matrix, int token, int band_row, int row) {
-    float sum = partial[0][token][band_row];
+__device__ float total(const Partial<kTiles, kHeld> &partial, const Matrix &matrix, int token, int held_row, int row) {
+    const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
+    float sum = partial[0][token][held_row];
 #pragma unroll
     for (int part = 1; part < kWarps; ++part) {
-        sum += partial[part][token][band_row];
+        sum += partial[part][token][held_row];
     }
-    const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
     return sum * Weight::kUnit * scale;
 }
 
-__device__ __forceinline__ void store(const Task &task, const Matrix &matrix, int token, int row, float value) {
-    const size_t place = static_cast<size_t>(token) * matrix.out_stride + row;
-    if (matrix.residual != nullptr) {
-        value += matrix.residual[place];
+__device__ __forceinline__ size_t place_of(const Matrix &matrix, int token, int row) {
+    return static_cast<size_t>(token) * matrix.out_stride + row;
+}
+
+__device__ __forceinline__ void store(const Task &task, const Matrix &matrix, int token, int row, float value,
+                                      float residual) {
+    const size_t place = place_of(matrix, token, row);
+    if (matrix.residual != nullptr) { // minus zero would not survive adding nothing
+        value += residual;
     }
     if (task.epilogue == kFloat) {
         static_cast<float *>(matrix.out)[place] = value;
@@ -124,14 +129,16 @@ __device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, i
     for (int index = threadIdx.x; index < task.tokens * kHeld; index += blockDim.x) {
         const int token = index / kHeld, band_row = index % kHeld, row = first_row + band_row;
         if (row < matrix.rows) {
+            // Asked for first: it comes while the sums are added.
+            const float residual = matrix.residual == nullptr ? 0.0f : matrix.residual[place_of(matrix, token, row)];
             const float value = total<Weight, kTiles, kHeld>(partial, matrix, token, band_row, row);
             float &gate = partial[kWarps][token][band_row];
             if (task.epilogue != kSwiglu) {
-                store(task, matrix, token, row, value);
+                store(task, matrix, token, row, value, residual);
             } else if (part == 0) {
                 gate = silu(value);
             } else {
-                store(task, matrix, token, row, gate * value);
+                store(task, matrix, token, row, gate * value, residual);
             }
         }
     }
@@ -146,7 +153,7 @@ __device__ __forceinline__ void finish_pairs(const Task &task, int first_row, Pa
         if (row < gates.rows) {
             const float gate = total<Weight, kTiles, kHeld>(partial, gates, token, own, row);
             const float up = total<Weight, kTiles, kHeld>(partial, ups, token, own + kHalfRows, row);
-            store(task, ups, token, row, silu(gate) * up);
+            store(task, ups, token, row, silu(gate) * up, 0.0f);
         }
     }
 }
