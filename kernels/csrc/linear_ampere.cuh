@@ -147,7 +147,7 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
                 const unsigned char *row = x_now + tile * kTokens * task.groups * 2 * kColumns;
                 // Of a token that is not there any numbers will do: they stay in its own column of the sums.
                 const bool there = tile * kTokens + lane / 4 < task.tokens;
-                if (four == 0) { 
+                if (four == 0) {
                     own[four][tile][0] = read_now_if<0>(there, row);
                     own[four][tile][1] = read_now_if<16>(there, row);
                 } else {
