@@ -126,12 +126,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     chosen = [case for case in CASES if args.only is None or case.name in args.only]
     arches = loadable(device)
-    rows = []
+    rows: list[tuple[Row, str, str]] = []
     for case in chosen:
-        found = measured(case, args, arches, device)
-        rows += found
+        own = measured(case, args, arches, device)
+        rows += own
         if not args.json:
-            print("\n".join(line(row, what(rows_of, without)) for row, rows_of, without in found), flush=True)
+            print("\n".join(line(row, what(rows_of, without)) for row, rows_of, without in own), flush=True)
     if args.json:
         facts = [
             dataclasses.asdict(row) | {"share": row.ratio, "rows": rows_of, "without": without}
