@@ -78,9 +78,8 @@ class RankGroup:
         self._plan = plan
         self._relay = relay
         self._first = first
-        self._context = (
-            zmq.Context.instance()
-        )  # of all generations: where files run out, the library cannot make another
+        # One for all generations: where files run out, the library cannot make another.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._loop = asyncio.get_running_loop()
         self._processes: list[asyncio.subprocess.Process] = []
