@@ -157,4 +157,4 @@ def test_one_card_and_two_score_a_text_alike(ranks: Path, start_server: Start, t
     scores = [ask(server, "/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"] for server in (one, two)]
     apart = [abs(a - b) for a, b in zip(*(row[1:] for row in scores), strict=True)]
     print(f"\nlog probabilities apart by {max(apart):.1e} at most, of {len(apart)}")
-    assert len(apart) > 10 and max(apart) < 0.02
+    assert len(apart) > 10 and max(apart) < 0.05

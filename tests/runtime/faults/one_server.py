@@ -53,21 +53,20 @@ def most_valuable(size: int, *, cards: bool, scripted: bool) -> list[Strike]:
 def servers(strikes: Sequence[Strike], *, first_is_used: bool) -> Iterator[list[tuple[int, Strike]]]:
     """For one server after another: what befalls it, each with the number of the ranks' start at which it is ordered.
 
-    A fault at an exchange or a round has to find ranks that have answered nothing long. `first_is_used`: those of the
-    first server have.
+    A fault at an exchange or a round has to find ranks that have answered nothing long, one in a prompt ranks that have
+    not read it. `first_is_used`: those of the first server have done both; it may have nothing else to do.
     """
     part: list[tuple[int, Strike]] = []
-    start, used = 0, first_is_used
+    start, used, read = 0, first_is_used, first_is_used
     for strike in strikes:
-        fresh = strike.door is not None and not strike.in_start
         full = start + max(1, strike.starts) > _MOST_STARTS or (start > 0 and strike.who == "mixed")
-        if part and (full or (fresh and used) or part[-1][1].ends_server):
+        late = used if strike.door is not None and not strike.in_start else read and strike.where == "prefill"
+        if late or (part and (full or part[-1][1].ends_server)):
             yield part
-            part, start, used = [], 0, False
-        if fresh and used:
-            raise ValueError(f"{strike} cannot be the first.")
+            part, start, used, read = [], 0, False, False
         part.append((start + strike.in_start, strike))
         start, used = start + strike.starts, strike.starts == 0
+        read = used and (read or strike.where == "prefill")
     if part:
         yield part
 
@@ -151,7 +150,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(f"--fault {error}: expected {FORM}")
     if args.list:
-        print("\n".join(", ".join(str(strike) for _, strike in part) for part in plan))
+        print("\n".join(", ".join(str(strike) for _, strike in part) or "nothing" for part in plan))
         return 0
     report = Report(args.backend, args.json)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:

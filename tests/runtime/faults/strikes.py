@@ -39,15 +39,18 @@ class Strike:
     @staticmethod
     def parse(text: str) -> Strike:
         """Raises ValueError if it is none."""
-        who, what, where = (f"{text}:all" if text.startswith("mixed:") else text).split(":")
-        strike = Strike(who, what, where)
+        words = (f"{text}:all" if text.startswith("mixed:") else text).split(":")
+        if len(words) != 3:
+            raise ValueError(text)
+        strike = Strike(*words)
+        who, what, where = words
         if who == "mixed":
             good = what.isdecimal()
         elif what in ("SIGKILL", "SIGSTOP"):
             good = where in _PHASES and who in ("0", "1", "proxy") and not (who == "proxy" and where == "reload")
         else:
-            words = (*_LOCKSTEP, *_START, "drop", "stale", "wrap")
-            good = who in ("0", "1") and (what in words or what.isdecimal())
+            kinds = (*_LOCKSTEP, *_START, "drop", "stale", "wrap")
+            good = who in ("0", "1") and (what in kinds or what.isdecimal())
             good = good and (where.isdecimal() or (where in _STAGES and (what in _START or what.isdecimal())))
         if not good:
             raise ValueError(text)
@@ -100,7 +103,7 @@ class Strike:
         if self.what in _LOCKSTEP:
             phase = f"round {self.where}"
         elif self.in_start:
-            phase = f"{self.where}, again"
+            phase = f"{self.where} of a restart"
         elif self.door is not None:
             phase = f"step {self.where}"
         fault = words.get(self.what, self.what)

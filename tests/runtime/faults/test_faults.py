@@ -76,6 +76,13 @@ def test_every_fault_of_the_list_finds_a_server_that_is_in_time_for_it(size: int
     assert {"mixed", "proxy", "0"} <= {strike.who for strike in strikes}
 
 
+def test_a_prompt_that_was_read_is_no_phase_to_be_struck_in() -> None:
+    """It would be found again, in no time; so is an exchange that has passed."""
+    strikes = [Strike.parse(text) for text in ("0:drop:41", "proxy:SIGSTOP:prefill", "1:SIGKILL:prefill", "0:hash:3")]
+    parts = [[strike for _, strike in part] for part in servers(strikes, first_is_used=True)]
+    assert parts == [[], strikes[:2], strikes[2:]]
+
+
 @pytest.mark.parametrize(
     "text", ["", "1:SIGKILL", "2:SIGKILL:decode", "proxy:drop:3", "0:SIGTERM:idle", "0:drop:idle", "0:hash:x"]
 )
