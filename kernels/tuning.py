@@ -1,4 +1,4 @@
-"""Choices of the decode linear that change its speed and not its bits: a card's own, from `duovolt kernels tune`.
+"""Choices that change speed and no bits: a card's own, those of the decode linear from `duovolt kernels tune`.
 
 They stand in `tuning.json` beside the compiled kernels, by the name of the card; without them the defaults hold.
 """
@@ -29,15 +29,19 @@ MOST_BLOCKS = 16
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the decode linear runs on one card.
+    """How the decode linear, the delta rule and exchanges run on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
     all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs, with wrong results.
+    `delta`: the form of the decoding delta rule; `early`: what lets the next launch of a round begin before it has ended
+    (docs/kernels.md).
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
     blocks_a_sm: int = 0
     ablate: Literal["", "arithmetic", "loads"] = ""
+    delta: Literal["together", "apart"] = "together"
+    early: frozenset[Literal["delta", "exchange"]] = frozenset()
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and all(2 <= n <= MOST_STAGES for n in self.stages.values())
@@ -110,6 +114,13 @@ def using(chosen: Choice) -> Iterator[None]:
 def choice(device: int) -> Choice:
     """The choice for a CUDA device; the stored one is read once a process."""
     return _override.get() or _stored(device)
+
+
+def choice_on(device: torch.device) -> Choice:
+    """The same for any device; the defaults for one that is not CUDA's."""
+    if device.type != "cuda":
+        return _override.get() or Choice()
+    return choice(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
