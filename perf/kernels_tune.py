@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ..checkpoint.errors import EnvironmentFault
-from ..kernels.tuning import STAGES, Choice, using
+from ..kernels.tuning import STAGES, Choice, choice_on, using
 from ..kernels.weights import Weight
 from .kernels import CASES, Case, copies_of, launches, random_weight, time_graph
 
@@ -53,7 +54,8 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
         stages[encoding] = min(STAGES_TRIED, key=lambda n, e=encoding, ns=names: mean(Choice(stages | {e: n}), ns))  # type: ignore[misc]
     everything = tuple(sets)
     blocks = min(BLOCKS_TRIED, key=lambda count: mean(Choice(stages, count), everything))
-    best = Choice(stages, blocks)
+    # What this does not try stays as it was chosen.
+    best = msgspec.structs.replace(choice_on(device), stages=stages, blocks_a_sm=blocks)
     return Trial(best, mean(best, everything))
 
 

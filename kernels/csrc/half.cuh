@@ -6,9 +6,8 @@
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 
 template <class T> __device__ __forceinline__ T read(const T *address) { return *address; }
-// Read where it stands: the compiler moves it behind no branch. Older cards' code is left as it is.
+// Read where it stands: the compiler moves it behind no branch and behind no other such read. A word or four.
 template <class T> __device__ __forceinline__ T read_here(const T *address) {
-#if __CUDA_ARCH__ >= 900
     union {
         unsigned words[sizeof(T) / 4];
         T value;
@@ -22,9 +21,6 @@ template <class T> __device__ __forceinline__ T read_here(const T *address) {
                      : "l"(address));
     }
     return found.value;
-#else
-    return *address;
-#endif
 }
 template <class T> __device__ __forceinline__ void write(T *address, T value) { *address = value; }
 
