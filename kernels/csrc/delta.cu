@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
     const Head own(lane);
     Walk walk(threadIdx.x);
     float4 *place = walk.place(state, own, called.lane);
+    __syncwarp(); // what tells where the rows are is there before the state is asked for: waits for later loads include it
     walk.load(place);
     const Taps taps(own, weight, a_log, dt_bias);
     const Inputs inputs = {x, x_a, x_b, rows_of(rows, turn, all_lanes, called.lane, own.width), x_stride, called.first, before};

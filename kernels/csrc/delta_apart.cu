@@ -1,6 +1,7 @@
-// The decoding kernel of the gated delta rule, as delta.cu has it and with its bits, by two kinds of warps: four replay the
-// last round's tokens and hold the state, four prepare this round's tokens meanwhile. So neither waits for the other before
-// both are needed, and what a launch before still writes is waited for by the second kind alone. docs/kernels/delta.md.
+// The decoding kernel of the gated delta rule, as delta.cu has it and with its bits, by two kinds of warps: four hold the
+// state, four prepare tokens meanwhile. A warp's scoreboard does not tell the state's loads from its others, so that one that
+// asks for both waits for both. On sm_90 the state comes past the registers, and those that hold it prepare what they replay,
+// before the launch before has ended; this round's tokens are waited for by the second kind alone. docs/kernels/delta.md.
 #include "bulk.cuh"
 #include "delta_step.cuh"
 
@@ -56,10 +57,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBulk ? 2 : 1)
             admit_next();
         }
 #pragma unroll 1
-        for (int step = before + warp; step < steps; step += kWarps) {
+        for (int step = (kBulk ? before : 0) + warp; step < steps; step += kWarps) {
             in.ask(inputs, own, step);
             tokens.put(in, taps, step, eps, lane);
-            keep_token(new_rows, own, step - before, in, lane);
+            if (step >= before) {
+                keep_token(new_rows, own, step - before, in, lane);
+            }
         }
         meet<kBoth>(kThreads);
         keep_last(new_rows, inputs, own, warp);
@@ -70,26 +73,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBulk ? 2 : 1)
             await_landing(&landing, 0);
             copy_bulk(held, place, sizeof held, &landing);
         }
-#endif
-        if (!kBulk) {
-            walk.load(place);
-        }
 #pragma unroll 1
         for (int step = warp; step < before; step += kWarps) {
             in.ask(inputs, own, step);
             tokens.put(in, taps, step, eps, lane);
         }
         meet<kHolding>(kThreads / 2);
-#if __CUDA_ARCH__ >= 900
         await_landing(&landing, called.lane != guess);
         walk.take(held);
+#else
+        walk.load(place); // these warps wait for nothing else meanwhile
+        meet<kBoth>(kThreads);
 #endif
         if (before > 0) {
             walk.fetch(tokens, 0);
             walk.replay(tokens, 0, before, before - 1);
             walk.store(place); // after the last accepted token; with none it is there already
         }
-        meet<kBoth>(kThreads);
+        if (kBulk) {
+            meet<kBoth>(kThreads);
+        }
         if (before < steps) {
             float *answers = out + (static_cast<size_t>(called.first) * own.value_heads + own.head) * kHead + own.row;
             walk.fetch(tokens, before);

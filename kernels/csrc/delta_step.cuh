@@ -187,11 +187,11 @@ struct Prepared {
 
     // By a warp.
     __device__ __forceinline__ void put(const Token &in, const Taps &taps, int step, float eps, int lane) {
-        const float growth = expf(-expf(taps.log_rate) * softplus(in.a + taps.bias)), beta = sigmoid(in.b);
         const float4 q = convolved_four(in.query, taps.query), k = convolved_four(in.key, taps.key);
+        values[step][lane] = convolved(in.value[0], in.value[1], in.value[2], in.value[3], taps.value);
         queries[step][lane] = scaled(q, kQueryScale * fast_inverse_root(warp_sum(dot(q, q)) + eps));
         keys[step][lane] = scaled(k, fast_inverse_root(warp_sum(dot(k, k)) + eps));
-        values[step][lane] = convolved(in.value[0], in.value[1], in.value[2], in.value[3], taps.value);
+        const float growth = expf(-expf(taps.log_rate) * softplus(in.a + taps.bias)), beta = sigmoid(in.b);
         if (lane == 0) {
             decay[step] = growth;
             strength[step] = beta;
