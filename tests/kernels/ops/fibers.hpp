@@ -37,7 +37,7 @@ alignas(16) static unsigned char dynamic_shared[1 << 18];
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStack = 1 << 17;
 
-struct Barrier { int expected = 0, arrived = 0; unsigned generation = 0; };
+struct Barrier { int expected = 0, arrived = 0; unsigned generation = 0; bool awaited = false; };
 struct Fiber {
     jmp_buf place;
     ucontext_t entry;
@@ -63,6 +63,7 @@ static int range_count, stray;
 // what that launch writes (`fresh`); and threads that end without having waited.
 struct Early { uint64_t read, written; int fresh, never; };
 static Early early;
+static bool block_awaited;
 static std::vector<Range> fresh;
 extern "C" void overlap_report(Early *found) { *found = early; }
 extern "C" void overlap_fresh(const Range *written, int count) { fresh.assign(written, written + count); }
@@ -116,11 +117,13 @@ inline void wait(Barrier &barrier) {
     Fiber &self = fibers[running];
     self.waiting = &barrier;
     self.generation = barrier.generation;
+    barrier.awaited |= self.awaited; // who meets a thread that has waited need not wait
     arrive(barrier);
     if (barrier.generation == self.generation && !_setjmp(self.place)) {
         _longjmp(scheduler, 1);
     }
     self.waiting = nullptr;
+    self.awaited |= barrier.awaited;
 }
 inline void __syncthreads() { wait(block_barrier); }
 template <int id> void meet(int threads) {
@@ -357,7 +360,7 @@ static void enter() {
     body(body_argument);
     Fiber &self = fibers[running];
     self.done = true;
-    early.never += !self.awaited;
+    block_awaited |= self.awaited;
     for (Barrier *barrier : {&block_barrier, &warp_barriers[running / 32]}) { // threads that have ended are not waited for
         --barrier->expected;
         if (barrier->expected && barrier->arrived == barrier->expected) {
@@ -458,9 +461,11 @@ int emulate(void (*kernel)(A...), const int *grid, int threads, const uint64_t *
             for (int x = 0; x < grid[0]; ++x) {
                 blockIdx = {x, y, z};
                 std::memset(dynamic_shared, 0xFF, sizeof dynamic_shared); // NaN: nothing relies on what was there
+                block_awaited = false;
                 if (!run_block(threads)) {
                     return -1;
                 }
+                early.never += !block_awaited;
             }
         }
     }

@@ -81,7 +81,9 @@ class Pair:
 def pair(device, emulated, monkeypatch, tmp_path) -> Callable[..., Pair]:
     if device.type == "cpu":  # an emulator keeps the state of its threads in variables of the library: one a rank
         first = emulated(mailbox.SOURCE, "volta")
-        second = Emulated(ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")), first.arch)
+        second = Emulated(
+            ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")), first.arch, first.parameters
+        )
         monkeypatch.setattr(checks, "module_on", lambda source, device: (first, second)[_rank.number])
     else:
         mailbox.prepare(device)
