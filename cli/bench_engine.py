@@ -75,14 +75,17 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     with forced_arch(args.arch) if args.arch else nullcontext():
-        if "," not in args.devices or args.twin:
+        from ..perf.pair import Partner, twin, way_between, words_of
+
+        if args.twin:
+            args.twin = Partner.first(args.twin)
+            return _measure(args)
+        if "," not in args.devices:
             return _measure(args)
         devices = [int(word) for word in args.devices.split(",")]
-        from ..perf.pair import twin, way_between, words_of
-
         args.tp, args.way = 2, way_between(args.collective, devices).argument
-        with twin(words_of("engine", args)) as name:
-            args.twin = name
+        with twin(words_of("engine", args)) as partner:
+            args.twin = partner
             return _measure(args, rank=0)
 
 

@@ -54,14 +54,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     require_report_place(args.json, ())
     _check(args)
-    if "," not in args.devices or args.twin:
-        return _measure(args, 1 if args.twin else 0)
-    from ..perf.pair import twin, way_between, words_of
+    from ..perf.pair import Partner, twin, way_between, words_of
 
+    if args.twin:
+        args.twin = Partner.first(args.twin)
+        return _measure(args, 1)
+    if "," not in args.devices:
+        return _measure(args, 0)
     devices = [int(word) for word in args.devices.split(",")]
     args.tp, args.way = [2], way_between(args.collective, devices).argument
-    with twin(words_of("launches", args, positional=("source",))) as name:
-        args.twin = name
+    with twin(words_of("launches", args, positional=("source",))) as partner:
+        args.twin = partner
         return _measure(args, 0)
 
 
