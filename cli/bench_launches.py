@@ -54,6 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     require_report_place(args.json, ())
     _check(args)
+    for source, tp in itertools.product(args.source, args.tp):
+        _model(args, source, tp)
     from ..perf.pair import Partner, twin, way_between, words_of
 
     if args.twin:
