@@ -1,4 +1,4 @@
-"""Choices of the decode linear that change its speed and not its bits: a card's own, from `duovolt kernels tune`.
+"""Choices that change speed and no bits: a card's own, those of the decode linear from `duovolt kernels tune`.
 
 They stand in `tuning.json` beside the compiled kernels, by the name of the card; without them the defaults hold.
 """
@@ -38,12 +38,14 @@ MOST_BLOCKS = 16
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the decode linear runs on one card.
+    """How the decode linear, the delta rule and exchanges run on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band;
     `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that share all items of a
     launch; 0 for a block an item. `rows` of an item of nvfp4 or fp8 on sm_80 and newer: 32, a band; 16, half of one; 0,
     whichever `rows_of` expects to end sooner. `ablate`: what is left out to see what the rest costs, with wrong results.
+    `delta`: the form of the decoding delta rule; `early`: what lets the next launch of a round begin before it has ended
+    (docs/kernels.md).
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -52,6 +54,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Literal[0, 16, 32] = 32
     half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
     mixed_stages: int = MIXED_STAGES
+    delta: Literal["together", "apart"] = "together"
+    early: frozenset[Literal["delta", "exchange"]] = frozenset()
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
@@ -149,6 +153,13 @@ def using(chosen: Choice) -> Iterator[None]:
 def choice(device: int) -> Choice:
     """The choice for a CUDA device; the stored one is read once a process."""
     return _override.get() or _stored(device)
+
+
+def choice_on(device: torch.device) -> Choice:
+    """The same for any device; the defaults for one that is not CUDA's."""
+    if device.type != "cuda":
+        return _override.get() or Choice()
+    return choice(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
