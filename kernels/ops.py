@@ -98,8 +98,8 @@ torch_ops = Ops(
 
 
 SOURCES = (
-    *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta_chunks.SOURCE, prefill.SOURCE),
-    *(prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
+    *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
+    *(prefill.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
     *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 

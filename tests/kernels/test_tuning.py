@@ -15,7 +15,10 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
-    first, second = Choice(STAGES | {"fp8": 5}, rows=0), Choice(blocks_a_sm=2)
+    first, second = (
+        Choice(STAGES | {"fp8": 5}, rows=0, delta="apart"),
+        Choice(blocks_a_sm=2, early=frozenset({"exchange", "delta"})),
+    )
     tuning.store("one card", first)
     path = tuning.store("another", second)
     assert tuning.read() == {"one card": first, "another": second} and path == tuning.path()
@@ -32,6 +35,8 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"ablate": "loads"}}',  # for measuring only: what it computes is wrong
         '{"card": {"blocks_a_sm": 99}}',
         '{"card": {"unknown": 1}}',
+        '{"card": {"delta": "twice"}}',
+        '{"card": {"early": ["norm"]}}',
         '{"card": {"rows": 8}}',
         '{"card": {"half_stages": {"nvfp4": 3}}}',
         '{"card": {"mixed_stages": 1}}',
@@ -90,6 +95,8 @@ def test_half_bands_share_the_sums_and_rings_of_half_the_rows():
 def test_blocks_share_the_bands():
     assert Choice().blocks(160, 132) == 160
     assert Choice(blocks_a_sm=1).blocks(4000, 132) == 132 and Choice(blocks_a_sm=2).blocks(100, 80) == 100
+    assert Choice().blocks(544, 132, 3) == 396 and Choice(blocks_a_sm=2).blocks(544, 132, 3) == 264
+    assert Choice(blocks_a_sm=16).blocks(544, 132, 3) == 544, "a block an item"
 
 
 def test_shared_memory_of_rings_and_sums():
