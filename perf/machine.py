@@ -36,6 +36,13 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bandwidth on paper in GB/s: two transfers a clock over the whole bus, 0 where the driver does not tell."""
         return 2 * self.memory_mhz * 1e6 * self.bus_bits / 8 / 1e9
 
+    @property
+    def named(self) -> str:
+        """What a table says that it is of."""
+        clock = f", memory at {self.memory_mhz} MHz" if self.memory_mhz else ""
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.card}{clock}{driver}, torch {self.torch}, duovolt {self.duovolt}, {self.date}"
+
 
 def read_machine(device: torch.device) -> Machine:
     """Facts of a CUDA device. Raises EnvironmentFault if the driver's bindings are missing."""
