@@ -48,3 +48,8 @@ __device__ __forceinline__ int kept(int value) {
     asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(value));
     return same;
 }
+
+// Waits for `threads` threads of the block, whole warps, that wait here with the same `group`; leaves __syncthreads alone.
+__device__ __forceinline__ void group_barrier(int group, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
+}
