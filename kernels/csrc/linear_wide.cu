@@ -35,8 +35,8 @@ namespace wide {
 // Adds the products of turns first .. end of two bands.
 template <class Weight, int kTiles>
 __device__ __forceinline__ void multiply(const Task &task, int number, int first_token, int first, int end,
-                                         float (&sum)[kBands][kTiles][8]) {
-    Steps<Weight, kTiles> steps(task, number, first_token, first, end, dynamic_shared());
+                                         unsigned char *memory, float (&sum)[kBands][kTiles][8]) {
+    Steps<Weight, kTiles> steps(task, number, first_token, first, end, memory);
 #pragma unroll 1
     for (int turn = first; turn < end; ++turn) {
         if constexpr (Weight::kBlocks) {
@@ -65,6 +65,7 @@ template <class Weight, int kTiles>
 __device__ __forceinline__ void run(const Task &task, float *partial, int token_blocks) {
     constexpr int kWidth = kTiles * kTokens;
     using Order = Steps<Weight, kTiles>;
+    DYNAMIC_SHARED(memory);
     const Shares shares(task, gridDim.x / token_blocks);
     const int worker = blockIdx.x / token_blocks, token_block = blockIdx.x % token_blocks;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -76,9 +77,9 @@ __device__ __forceinline__ void run(const Task &task, float *partial, int token_
         }
         const int number = part.tile * kTileBands + warp % kGroupWarps * kBands, first_token = token_block * kWidth;
         float sum[kBands][kTiles][8] = {};
-        multiply<Weight, kTiles>(task, number, first_token, part.first, part.end, sum);
+        multiply<Weight, kTiles>(task, number, first_token, part.first, part.end, memory, sum);
         // Through shared memory, so that a warp's stores are whole rows.
-        float *rows = reinterpret_cast<float *>(dynamic_shared()) + warp % kGroupWarps * kOutFloats;
+        float *rows = reinterpret_cast<float *>(memory) + warp % kGroupWarps * kOutFloats;
         float *own = rows + warp / kGroupWarps * kGroupWarps * kOutFloats;
         float *out = nullptr;
         if (part.slot >= 0) {

@@ -87,16 +87,16 @@ struct Part {
 __device__ __forceinline__ void put(const Task &task, const Matrix &matrix, int token, int row, float value) {
     const size_t place = static_cast<size_t>(token) * matrix.out_stride + row;
     if (task.epilogue == kFloat) {
-        static_cast<float *>(matrix.out)[place] = value;
+        write(static_cast<float *>(matrix.out) + place, value);
         return;
     }
     if (fabsf(value) > kLargest) {
         value = copysignf(kLargest, value);
         if (task.overflows != nullptr) {
-            atomicAdd(task.overflows + token, 1u);
+            add(reinterpret_cast<int *>(task.overflows) + token, 1);
         }
     }
-    static_cast<unsigned short *>(matrix.out)[place] = static_cast<unsigned short>(half_bits(value));
+    write(static_cast<unsigned short *>(matrix.out) + place, static_cast<unsigned short>(half_bits(value)));
 }
 
 __device__ __forceinline__ float scale_of(const Matrix &matrix, int row) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void hand_over(const Task &task, int number, float *p
             const float *own = rows + n * kOutPitch + half * kRows + lane, *other = own + kGroupWarps * kOutFloats;
             const float value = *own + *other;
             if (partial != nullptr) {
-                partial[(tile_token + n) * kTileRows + half * kRows + lane] = value;
+                write(partial + (tile_token + n) * kTileRows + half * kRows + lane, value);
             } else if (there) {
                 put(task, matrix, token, row, pairs ? gated(value * scale, (own[kRows] + other[kRows]) * up_scale) : value * scale);
             }
@@ -167,6 +167,9 @@ __device__ __forceinline__ void add_up(const Task &task, const float *partial, i
     float sum = 0.0f, up = 0.0f;
 #pragma unroll 4
     for (int worker = first; worker <= last; ++worker) {
+        if (shares.begin(worker) == shares.begin(worker + 1)) {
+            continue; // fewer turns than workers: this one has none
+        }
         const int slot = shares.begin(worker) / shares.turns == other ? 0 : 1;
         const float *own = partial + partial_place(worker, slot, token_blocks, token / width, width) +
                            token % width * kTileRows + column;

@@ -17,7 +17,7 @@ from duovolt.kernels.build import CSRC
 from duovolt.kernels.module import PORTABLE, forced_arch, overlapping
 
 FIBERS = Path(__file__).with_name("fibers.hpp")
-REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh", "warp_product.cuh")  # their instructions are the emulator's
+REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh", "warp_product.cuh", "shared.cuh")  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
@@ -141,6 +141,12 @@ def device(request, emulated, monkeypatch) -> Iterator[torch.device]:
 @pytest.fixture(params=["volta", "hopper", *ON_GPU])
 def overlapping_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
     """As `device`, for kernels that go another way where launches overlap."""
+    yield from place(request.param, emulated, monkeypatch)
+
+
+@pytest.fixture(params=["volta", "ampere", "hopper", *ON_GPU])
+def every_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
+    """As `device`, for kernels that also decode by architecture."""
     yield from place(request.param, emulated, monkeypatch)
 
 

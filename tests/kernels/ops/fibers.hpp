@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the host: a fiber a CUDA thread, one block after another, all in one thread of the system.
 // Every access to global memory is checked against the buffers of the call. Tensor-core products follow the fragment
-// tables of the PTX ISA. Stands in for half.cuh, volta.cuh, ampere.cuh and warp_product.cuh.
+// tables of the PTX ISA. Stands in for half.cuh, volta.cuh, ampere.cuh, warp_product.cuh and shared.cuh.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -22,6 +22,7 @@ using std::min;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -50,7 +51,7 @@ struct Fiber {
 static Fiber fibers[kMaxThreads];
 static jmp_buf scheduler;
 static int running;
-static Barrier block_barrier, warp_barriers[kMaxThreads / 32];
+static Barrier block_barrier, warp_barriers[kMaxThreads / 32], group_barriers[2];
 static void (*body)(const void *);
 static const void *body_argument;
 
@@ -105,6 +106,13 @@ inline void wait(Barrier &barrier) {
 }
 inline void __syncthreads() { wait(block_barrier); }
 inline void __syncwarp(unsigned = ~0u) { wait(warp_barriers[threadIdx.x / 32]); }
+
+inline void group_barrier(int group, int threads) {
+    if (!group_barriers[group].expected) {
+        group_barriers[group].expected = threads;
+    }
+    wait(group_barriers[group]);
+}
 
 static char slots[2][kMaxThreads][64];
 // What `value` is in lane `lane` of the warp; slots alternate, so that one barrier is enough.
@@ -190,6 +198,17 @@ template <class F> unsigned by_halves(unsigned a, unsigned b, F f) {
 }
 inline unsigned subtract_pairs(unsigned a, unsigned b) { return by_halves(a, b, [](float x, float y) { return x - y; }); }
 inline unsigned multiply_pairs(unsigned a, unsigned b) { return by_halves(a, b, [](float x, float y) { return x * y; }); }
+
+inline unsigned permute(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
+inline unsigned chosen(unsigned mask, unsigned a, unsigned b) { return (a & mask) | (b & ~mask); }
+inline unsigned both_lower(unsigned pair) { return (pair & 0xFFFF) * 0x10001u; }
+inline unsigned both_upper(unsigned pair) { return (pair >> 16) * 0x10001u; }
+inline unsigned e4m3_half(unsigned byte) { // not a NaN code
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+    return half_bits(byte & 0x80 ? -size : size);
+}
+inline unsigned e4m3_pair(unsigned short bytes) { return e4m3_half(bytes & 0xFF) | e4m3_half(bytes >> 8) << 16; }
 
 struct Fragment { unsigned a[4], b[2]; };
 inline float element(const unsigned *pairs, int index) { return half_value(pairs[index / 2] >> 16 * (index % 2) & 0xFFFF); }
@@ -282,6 +301,8 @@ using SharedAddress = unsigned char *;
 struct Copy { SharedAddress to; const unsigned char *from; };
 static std::vector<std::vector<Copy>> copies[kMaxThreads]; // groups of each thread; the last one is open
 inline SharedAddress shared_address(void *p) { return static_cast<SharedAddress>(p); }
+inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<const uint4 *>(address); }
+inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<const unsigned short *>(address); }
 inline void copy_async(SharedAddress to, const unsigned char *from) {
     auto &groups = copies[threadIdx.x];
     if (groups.empty()) {
@@ -290,6 +311,7 @@ inline void copy_async(SharedAddress to, const unsigned char *from) {
     std::memset(to, 0xFF, 16);
     groups.back().push_back({to, from});
 }
+inline void zero_async(SharedAddress to, const unsigned char *) { copy_async(to, nullptr); }
 inline void commit_copies() {
     auto &groups = copies[threadIdx.x];
     groups.resize(std::max<size_t>(groups.size(), 1));
@@ -299,7 +321,7 @@ template <int pending> void wait_copies() {
     auto &groups = copies[threadIdx.x];
     while (groups.size() > pending + 1) {
         for (const Copy &copy : groups.front()) {
-            const uint4 piece = read(reinterpret_cast<const uint4 *>(copy.from));
+            const uint4 piece = copy.from ? read(reinterpret_cast<const uint4 *>(copy.from)) : uint4{};
             std::memcpy(copy.to, &piece, 16);
         }
         groups.erase(groups.begin());
@@ -323,6 +345,7 @@ static void enter() {
 // False if the block's threads wait for one another for ever.
 static bool run_block(int threads) {
     block_barrier = Barrier{threads};
+    group_barriers[0] = group_barriers[1] = Barrier{};
     for (int warp = 0; warp < threads / 32; ++warp) {
         warp_barriers[warp] = Barrier{32};
     }
