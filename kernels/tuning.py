@@ -1,4 +1,5 @@
-"""Choices of the decode linear that change its speed and not its bits: a card's own, from `duovolt kernels tune`.
+"""Choices of the linears: a card's own, from `duovolt kernels tune`. Those of the decode linear change its speed and not its
+bits; those for many tokens choose between ways whose bits differ.
 
 They stand in `tuning.json` beside the compiled kernels, by the name of the card; without them the defaults hold.
 """
@@ -26,23 +27,35 @@ _WARPS = 8
 _PADDED_BAND = 33  # floats a row of the warps' sums
 MOST_STAGES = 8
 MOST_BLOCKS = 16
+WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weights, these three
+WIDE_UP_TO = 256  # docs/kernels/linear.md, "More tokens", has the reckoning
+MOST_WIDE = 4096
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the decode linear runs on one card.
+    """How the linears run on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
     all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs, with wrong results.
+
+    `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
+    24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
+    their own while the vendor's product works on the piece before.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
     blocks_a_sm: int = 0
     ablate: Literal["", "arithmetic", "loads"] = ""
+    wide_from: int = WIDE_FROM
+    wide_up_to: int = WIDE_UP_TO
+    overlap_dequantising: bool = False
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and all(2 <= n <= MOST_STAGES for n in self.stages.values())
         if not good or not 0 <= self.blocks_a_sm <= MOST_BLOCKS:
             raise ValueError(f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}; blocks_a_sm up to {MOST_BLOCKS}")
+        if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
+            raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
 
     @property
     def defines(self) -> tuple[str, ...]:

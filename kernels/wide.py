@@ -5,6 +5,7 @@ of x, the matrices of the launch, the number of token blocks (T over the width, 
 neither from the other tokens nor from its own place among them, and they are the same in every run.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import checks
+from . import checks, module
 from .task import task
 from .tuning import multiprocessors
 from .weights import BAND, GROUP, Weight
@@ -26,7 +27,12 @@ TILE_ROWS = TILE_BANDS * BAND
 SLOTS = 2  # cut tiles that a block may have a part of
 _GROUPS, _STEP_TILES = 2, 4  # of a block's warps; tiles of a step along K
 _STEP_BYTES = 2 * _STEP_TILES * GROUP  # of a token
-_BAND_STEP_BYTES = {"nvfp4": 4 * 288, "fp8": 4 * 544, "fp8_blocks": 4 * 544, "half": 4 * 1056}  # with the banks' padding
+_BAND_STEP_BYTES = {
+    "nvfp4": 4 * 288,
+    "fp8": 4 * 544,
+    "fp8_blocks": 4 * 544,
+    "half": 4 * 1056,
+}  # with the banks' padding
 _STAGES = {"nvfp4": 4, "fp8": 3, "fp8_blocks": 3, "half": 2}
 _SMALL = (86, 89, 120, 121)  # compute capabilities whose blocks may have 99 KB: two stages
 _SMALL_STAGES = 2
@@ -83,9 +89,10 @@ def widest_on(encoding: str, device: torch.device) -> int:
     return widest(encoding, checks.module_on(SOURCE, device).arch, block_limit(device))
 
 
+@functools.cache
 def block_limit(device: torch.device) -> int:
     """Bytes of shared memory that a block of a CUDA device may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return module.block_shared_bytes(device.index)
 
 
 def processors(device: torch.device) -> int:
@@ -115,17 +122,17 @@ def multiply(
         )
     filled = task(x, list(weights), list(outs), epilogue, None, overflows)
     filled.tensors = [x, *outs, *([] if overflows is None else [overflows]), *chain.from_iterable(map(_read, weights))]
-    module = checks.module_on(SOURCE, x.device)
-    module.launch(
+    loaded = checks.module_on(SOURCE, x.device)
+    loaded.launch(
         f"wide_{encoding}_{cut.width}",
         cut.token_blocks * cut.workers,
         THREADS,
         (filled, workspace, cut.token_blocks),
-        shared_bytes(encoding, cut.width, module.arch),
+        shared_bytes(encoding, cut.width, loaded.arch),
     )
     if cut.cut:
         shape = (cut.token_blocks, cut.workers, cut.width)
-        module.launch("wide_sum", (cut.cut, x.shape[0]), TILE_ROWS, (filled, workspace, *shape))
+        loaded.launch("wide_sum", (cut.cut, x.shape[0]), TILE_ROWS, (filled, workspace, *shape))
 
 
 def _read(weight: Weight) -> list[Tensor]:

@@ -17,7 +17,13 @@ from duovolt.kernels.build import CSRC
 from duovolt.kernels.module import PORTABLE, forced_arch, overlapping
 
 FIBERS = Path(__file__).with_name("fibers.hpp")
-REPLACED = ("half.cuh", "volta.cuh", "ampere.cuh", "warp_product.cuh", "shared.cuh")  # their instructions are the emulator's
+REPLACED = (
+    "half.cuh",
+    "volta.cuh",
+    "ampere.cuh",
+    "warp_product.cuh",
+    "shared.cuh",
+)  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")

@@ -6,7 +6,7 @@ import torch
 
 from duovolt.kernels import wide
 from duovolt.kernels.task import FLOAT, HALF, SWIGLU
-from duovolt.kernels.weights import HalfWeight, Nvfp4Weight
+from duovolt.kernels.weights import Nvfp4Weight
 
 from .support import Guarded, bits, relative
 
