@@ -18,6 +18,7 @@ SOURCES = (
     "delta",
     "delta_chunks",
     "kvcache",
+    "linear_wide",
     "logprobs",
     "norm",
     "rope",

@@ -47,26 +47,27 @@ def run(x, weights, epilogue=FLOAT, overflows=None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize(("bands", "tokens"), [(5, 25), (40, 64)])
+@pytest.mark.parametrize(("bands", "tokens"), [(5, 25), (32, 64)])
 def test_against_float64_and_the_same_bits_for_a_token_anywhere(every_device, encode, encoding, bands, tokens):
     rng = np.random.default_rng(5)
     rows = 32 * bands - (12 if encoding == "half" else 0)
-    columns = 16 * 19 if bands < 8 else 16 * 9  # the last turn is short
+    columns = 16 * 13 if bands < 8 else 16 * 5  # the last turn is short
     sample = encode(encoding, rng.standard_t(3, (rows, columns)).astype(np.float32))
     weight = moved(sample.weight, every_device)
     x = tokens_of(rng, tokens, columns, every_device)
     (got,) = run(x, [weight])
     assert relative(got, x.double().cpu().numpy() @ sample.exact.T) <= SUM_ERROR
-    turned = run(x.roll(7, 0), [weight])[0]
-    assert torch.equal(bits(turned), bits(got.roll(7, 0)))
+    if bands < 8:
+        turned = run(x.roll(7, 0), [weight])[0]
+        assert torch.equal(bits(turned), bits(got.roll(7, 0)))
 
 
-@pytest.mark.parametrize("tokens", [24, 31, 32, 33, 48, 49, 63, 65, 96, 97, 128, 129])
+@pytest.mark.parametrize("tokens", [24, 31, 32, 33, 48, 49, 63, 64, 65, 96, 97, 128, 129])
 def test_every_count_of_tokens(device, encode, tokens):
     rng = np.random.default_rng(tokens)
     encoding = "nvfp4" if tokens % 2 else "fp8"
-    sample = encode(encoding, rng.standard_normal((64, 16 * 9)).astype(np.float32))
-    x = tokens_of(rng, tokens, 16 * 9, device)
+    sample = encode(encoding, rng.standard_normal((64, 16 * 5)).astype(np.float32))
+    x = tokens_of(rng, tokens, 16 * 5, device)
     (got,) = run(x, [moved(sample.weight, device)])
     assert relative(got, x.double().cpu().numpy() @ sample.exact.T) <= SUM_ERROR
 
@@ -74,7 +75,8 @@ def test_every_count_of_tokens(device, encode, tokens):
 @pytest.mark.parametrize("columns", [16, 64, 80, 128, 144, 256])
 def test_every_end_of_k(every_device, encode, columns):
     rng = np.random.default_rng(columns)
-    samples = [encode(e, rng.standard_normal((32, columns)).astype(np.float32)) for e in ENCODINGS]
+    encodings = ENCODINGS if columns == 80 else ("nvfp4", "fp8_blocks")
+    samples = [encode(e, rng.standard_normal((32, columns)).astype(np.float32)) for e in encodings]
     x = tokens_of(rng, 27, columns, every_device)
     for sample in samples:
         (got,) = run(x, [moved(sample.weight, every_device)])
@@ -105,14 +107,14 @@ def test_several_matrices_and_gates(every_device, encode):
 
 
 def test_extremes_and_a_scale_a_row(every_device):
-    """Every code under the least and the largest scale, exactly; a scale a row in place of the matrix's own."""
+    """Pairs of codes under the least and the largest scale, exactly; a scale a row in place of the matrix's own."""
     words = torch.arange(256, dtype=torch.uint8).repeat(32, 1).view(2, 16, 32, 8)
     scales = torch.full((2, 16, 32), 0x7E, dtype=torch.uint8)
     scales[1] = 1
     weight = Nvfp4Weight(words, scales, torch.arange(1, 65, dtype=torch.float32))
     values = (weight.values() * weight.scale[:, None]).numpy()
     x = torch.zeros(32, 256, dtype=torch.float16)
-    for start in range(0, 256, 32):
+    for start in (0, 96, 224):
         x.zero_()
         x[:, start : start + 32] = torch.eye(32, dtype=torch.float16)
         (got,) = run(x.to(every_device), [moved(weight, every_device)])
