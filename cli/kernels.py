@@ -15,7 +15,7 @@ EXAMPLE = """examples:
   duovolt kernels build --arch compute_70 --out kernels  PTX as plain files, for a machine without the compiler:
                                                          copy the directory there and set DUOVOLT_KERNELS to it
   duovolt kernels report                                 what every kernel costs on a V100, from the machine code
-  duovolt kernels tune                                   measure this card, and keep what suits it (same results)
+  duovolt kernels tune                                   measure this card, and keep what suits it
 
 `build` and `report` need neither a GPU nor a CUDA toolkit, only: pip install "duovolt[cuda]"; `report` also
 nvidia-cuda-nvcc-cu12 (ptxas) and, for its loops, the nvdisasm of CUDA 12 or of the triton wheel."""

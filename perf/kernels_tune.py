@@ -1,23 +1,30 @@
-"""The choices of the decode linear that suit a card: each alone against the defaults, the best of each kept.
+"""The choices of the linears that suit a card: each alone against the defaults, the best of each kept.
 
-No choice changes a bit of any result: docs/kernels.md says why.
+Those of the decode linear change no bit of any result: docs/kernels.md says why. For prompts, the numbers of tokens from which
+and up to which the wide linear is faster than the other ways, and whether dequantising beside the vendor's product pays.
 """
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from ..checkpoint.errors import EnvironmentFault
 from ..kernels.tuning import STAGES, Choice, using
 from ..kernels.weights import Weight
-from .kernels import CASES, Case, copies_of, launches, random_weight, time_graph
+from .kernels import CASES, Case, PrefillRow, copies_of, launches, measure_prefill, random_weight, time_graph
 
 TOKENS = (1, 4)
 STAGES_TRIED = (2, 3, 4, 6)
 BLOCKS_TRIED = (0, 2, 3)
 POOL_BYTES = 1 << 30
+SURE = 97  # tokens: where the wide linear is not faster, it is not taken at all
+PROMPTS = (25, 49, SURE, 128, 192, 256, 384, 512, 768)
+LONG_PROMPT = 2048
+_WORTH = 1.01
 _CASES = {"nvfp4": ("gate up", "down"), "fp8": ("attention in", "mixer out"), "half": ("delta in",)}
 
 
@@ -54,7 +61,39 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
     everything = tuple(sets)
     blocks = min(BLOCKS_TRIED, key=lambda count: mean(Choice(stages, count), everything))
     best = Choice(stages, blocks)
+    rows = []
+    with using(best):
+        for tokens, routes in (((LONG_PROMPT,), ("narrow", "beside")), (PROMPTS, ("narrow", "wide"))):
+            for row in measure_prefill(tokens, device, routes):
+                tell(
+                    f"{row.seconds * 1e6:8.1f} us  {row.encoding} {row.rows} x {row.columns}, T {row.tokens}, {row.route}"
+                )
+                rows.append(row)
+    best = with_prompts(best, rows)
     return Trial(best, mean(best, everything))
+
+
+def with_prompts(chosen: Choice, rows: Iterable[PrefillRow]) -> Choice:
+    """The choice with the ways for prompts that are faster in `rows` (geometric mean over their matrices)."""
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for row in rows:
+        times[row.tokens, row.route].append(math.log(row.seconds))
+
+    def gain(tokens: int, route: str) -> float:
+        narrow, other = times[tokens, "narrow"], times[tokens, route]
+        return math.exp(sum(narrow) / len(narrow) - sum(other) / len(other))
+
+    beside = gain(LONG_PROMPT, "beside") > _WORTH
+    first = last = PROMPTS.index(SURE)
+    if gain(SURE, "wide") <= 1:
+        return msgspec.structs.replace(chosen, wide_up_to=0, overlap_dequantising=beside)
+    while first and gain(PROMPTS[first - 1], "wide") > 1:
+        first -= 1
+    while last + 1 < len(PROMPTS) and gain(PROMPTS[last + 1], "wide") > 1:
+        last += 1
+    return msgspec.structs.replace(
+        chosen, wide_from=PROMPTS[first], wide_up_to=PROMPTS[last], overlap_dequantising=beside
+    )
 
 
 def _used(name: str) -> bool:

@@ -10,7 +10,7 @@ from duovolt.kernels.linear import linear
 from duovolt.kernels.prefill import linear_block, linear_blocks, swiglu_block
 from duovolt.kernels.tuning import Choice, using
 
-from .test_linear_gpu import ENCODINGS, activations, arch, bits, matrix, on_gpu  # noqa: F401: a fixture of every test
+from .test_linear_gpu import ENCODINGS, activations, arch, bits, matrix, on_gpu  # noqa: F401  (arch: every test is run with it)
 
 pytestmark = [
     pytest.mark.gpu,

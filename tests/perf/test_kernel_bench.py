@@ -11,7 +11,8 @@ from duovolt.cli.main import main
 from duovolt.kernels import tuning
 from duovolt.kernels.tuning import STAGES, Choice, choice
 from duovolt.perf import kernels, kernels_tune
-from duovolt.perf.kernels import Case
+from duovolt.perf.kernels import Case, PrefillRow
+from duovolt.perf.kernels_tune import LONG_PROMPT, PROMPTS, with_prompts
 
 SMALL = (
     Case("attention in", (("fp8", 64, 32), ("fp8", 32, 32))),
@@ -71,15 +72,65 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
         wrong = sum(abs(now.stages[name] - best[name]) for name in STAGES)
         return (10 + wrong + abs(now.blocks_a_sm - 2)) * 1e-6
 
+    def prompts(tokens, device, routes):
+        for count in tokens:
+            for route in routes:
+                yield PrefillRow(
+                    "fp8", 64, 32, count, route, {"narrow": 2.0, "wide": count / 100, "beside": 3.0}[route], 1.0
+                )
+
     monkeypatch.setattr(kernels_tune, "time_graph", clock)
+    monkeypatch.setattr(kernels_tune, "measure_prefill", prompts)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a card")
     assert main(["kernels", "tune"]) == 0
     out = capsys.readouterr().out
     assert "shared memory of linear_half_8 failed" in out and "kept" in out
-    assert tuning.read() == {"a card": Choice(best, 2)}
+    kept = Choice(best, 2, wide_from=25, wide_up_to=192)
+    assert tuning.read() == {"a card": kept}
     found = kernels_tune.tune(torch.device("cpu"), lambda text: None)
     assert math.isclose(found.microseconds, 10)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "a card")
     tuning._stored.cache_clear()
-    assert choice(0) == Choice(best, 2)
+    assert choice(0) == kept
     tuning._stored.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("faster", "beside", "expected"),
+    [
+        ((25, 49, 97, 128), 0.9, (25, 128, True)),
+        ((97, 192), 1.0, (97, 97, False)),  # what is faster beyond a gap does not count
+        ((25, 49, 128), 1.2, (49, 0, False)),
+        ((25, 97, 128, 192, 256, 384, 512, 768), 0.995, (97, 768, False)),
+    ],
+)
+def test_tuning_takes_the_run_of_tokens_where_the_wide_linear_is_faster(faster, beside, expected):
+    rows = [
+        PrefillRow("fp8", 64, 64, LONG_PROMPT, way, time, 1.0) for way, time in (("narrow", 1.0), ("beside", beside))
+    ]
+    for tokens in PROMPTS:
+        for narrow in (1.0, 5.0):  # two matrices
+            rows.append(PrefillRow("fp8", 64, 64, tokens, "narrow", narrow, 1.0))
+            rows.append(PrefillRow("fp8", 64, 64, tokens, "wide", narrow * (0.8 if tokens in faster else 1.3), 1.0))
+    chosen = with_prompts(Choice(blocks_a_sm=2), rows)
+    assert (chosen.wide_from, chosen.wide_up_to, chosen.overlap_dequantising) == expected and chosen.blocks_a_sm == 2
+
+
+def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
+    def clock(calls) -> float:
+        assert len(calls) == kernels.PREFILL_COPIES
+        if calls[0].func is torch.mm:
+            return 3e-5
+        now = choice_now()
+        return (1 if now.wide_up_to == tuning.MOST_WIDE else 3 if now.overlap_dequantising else 6) * 1e-5
+
+    monkeypatch.setattr(kernels, "PREFILL", (("fp8", 64, 32),))
+    monkeypatch.setattr(kernels, "time_graph", clock)
+    monkeypatch.setattr(kernels, "linear_block", lambda x, weight, out: out)
+    monkeypatch.setattr(kernels, "choice", lambda device: Choice())
+    assert main(["bench", "kernels", "--prefill", "30", "60", "--route", "narrow", "wide", "beside", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [fact["route"] for fact in facts] == ["narrow", "wide", "beside"] * 2
+    assert [fact["share"] for fact in facts[:3]] == [pytest.approx(n) for n in (0.5, 3.0, 1.0)]
+    assert main(["bench", "kernels", "--prefill", "30"]) == 0
+    assert "chosen" in capsys.readouterr().out
