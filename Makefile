@@ -1,12 +1,18 @@
 # Two commands matter to a new user: `make demo` and `make test`. Both set up a virtual environment first.
 PYTHON ?= python3
+# Neither needs a GPU, and PyPI's torch for Linux brings gigabytes of CUDA: PyTorch's own index has the CPU build.
+# Empty, or out of reach: whatever torch pip finds.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 VENV := .venv
 BIN := $(VENV)/bin
+TORCH_STAMP := $(VENV)/.torch
+DEMO_STAMP := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test lint types contracts build clean
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/duovolt demo
 
 # Tests that start servers and send signals run alone: they mind what else is running.
@@ -29,11 +35,22 @@ contracts: $(STAMP)
 build: $(STAMP)
 	$(BIN)/python -m pip wheel --no-deps -w dist .
 
-$(STAMP): pyproject.toml setup.py
+$(TORCH_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
+ifneq ($(strip $(TORCH_INDEX)),)
+	@$(BIN)/python -m pip install -qq --no-deps --retries 1 --index-url $(TORCH_INDEX) "$(TORCH)" \
+		|| echo "No $(TORCH) from $(TORCH_INDEX): pip chooses torch, on Linux with gigabytes of CUDA."
+endif
+	@touch $@
+
+$(DEMO_STAMP): $(TORCH_STAMP) setup.py
+	$(BIN)/python -m pip install -q -e ".[serve]"
+	@touch $@
+
+$(STAMP): $(TORCH_STAMP) setup.py
 	$(BIN)/python -m pip install -q -e ".[dev]"
-	@touch $(STAMP)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .types build dist *.egg-info demo-work

@@ -8,25 +8,22 @@ The cache is `$XDG_CACHE_HOME/duovolt/kernels`, keyed by sources, options and co
 names a directory that `duovolt kernels build --out` filled, what is found there is not compiled.
 """
 
-import functools
 import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import xxhash
 
 from ..checkpoint import cache
 from ..checkpoint.errors import EnvironmentFault, InputError
+from . import nvrtc
 
 CSRC = Path(__file__).parent / "csrc"
 PREBUILT_VARIABLE = "DUOVOLT_KERNELS"
 OLDEST = 70  # mma.m8n8k4 and the warp-synchronous instructions begin here
 FIRST_WITHOUT_VOLTA = 13
-INSTALL = 'pip install "duovolt[cuda]"'
 _ARCH = re.compile(r"(sm|compute)_(\d{2,3})")
 _DIGEST_BYTES = 16
 
@@ -76,10 +73,9 @@ def build(source: str, arch: str, defines: tuple[str, ...] = ()) -> Built:
     """
     begin = time.perf_counter()
     arguments = options(arch, defines)
-    compiler = _compiler()
-    version = _version(compiler)
-    _check_target(compiler, version, arch)
-    path = cache_directory() / f"{_key(source, [*arguments, *map(str, version)])}.bin"
+    compiler = nvrtc.load()
+    _check_target(compiler, arch)
+    path = cache_directory() / f"{_key(source, [*arguments, *map(str, compiler.version)])}.bin"
     image = _read_cached(path)
     cached = image is not None
     if image is None:
@@ -111,12 +107,12 @@ def image_for(source: str, arch: str, defines: tuple[str, ...] = ()) -> bytes:
 
 def compiler_version() -> tuple[int, int]:
     """Of NVRTC, for example (12, 9). Raises EnvironmentFault if it is missing."""
-    return _version(_compiler())
+    return nvrtc.load().version
 
 
 def reaches(arch: str) -> bool:
     """Whether the NVRTC that is there compiles for an architecture. Raises EnvironmentFault if it is missing."""
-    return int(arch.partition("_")[2]) in map(int, _call(_compiler(), "nvrtcGetSupportedArchs"))
+    return _number(arch) in nvrtc.load().architectures
 
 
 def write_out(built: Built, directory: Path) -> Path:
@@ -145,69 +141,30 @@ def _key(source: str, parts: list[str]) -> str:
     return digest.hexdigest()
 
 
-@functools.cache
-def _compiler() -> ModuleType:
-    """cuda.bindings.nvrtc with its library loaded. Raises EnvironmentFault if either is missing."""
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()  # the bindings look for the shared library at the first call
-    except (ImportError, RuntimeError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise EnvironmentFault(
-            f"the CUDA compiler library NVRTC is missing ({reason}). Install it: {INSTALL}"
-        ) from None
-    return nvrtc
-
-
-def _call(compiler: ModuleType, function: str, *arguments: Any) -> Any:
-    status, *values = getattr(compiler, function)(*arguments)
-    if int(status) != 0:
-        raise EnvironmentFault(f"{function} failed: {compiler.nvrtcGetErrorString(status)[1].decode()}.")
-    return values[0] if values else None
-
-
-def _version(compiler: ModuleType) -> tuple[int, int]:
-    _, major, minor = compiler.nvrtcVersion()
-    return int(major), int(minor)
-
-
-def _check_target(compiler: ModuleType, version: tuple[int, int], arch: str) -> None:
-    wanted = int(arch.partition("_")[2])
-    supported = sorted(map(int, _call(compiler, "nvrtcGetSupportedArchs")))
+def _check_target(compiler: nvrtc.Compiler, arch: str) -> None:
+    wanted, supported = _number(arch), compiler.architectures
     if wanted in supported:
         return
-    name = f"NVRTC {version[0]}.{version[1]}"
-    if version[0] >= FIRST_WITHOUT_VOLTA and wanted < supported[0]:
+    name = "NVRTC {}.{}".format(*compiler.version)
+    if compiler.version[0] >= FIRST_WITHOUT_VOLTA and wanted < supported[0]:
         raise EnvironmentFault(
-            f"{name} cannot compile for {arch}: CUDA 13 dropped Volta. Install a 12.x one: {INSTALL}"
+            f"{name} cannot compile for {arch}: CUDA 13 dropped Volta. Install a 12.x one: {nvrtc.INSTALL}"
         )
     known = ", ".join(str(number) for number in supported if number >= OLDEST)
     raise InputError(f"architecture {arch!r} is unknown to {name}, which knows {known}.")
 
 
-def _compile(compiler: ModuleType, source: str, arch: str, arguments: list[str]) -> bytes:
+def _compile(compiler: nvrtc.Compiler, source: str, arch: str, arguments: list[str]) -> bytes:
     headers = _texts(source)
     text = headers.pop(source)
-    names = [name.encode() for name in headers]
-    program = _call(compiler, "nvrtcCreateProgram", text, source.encode(), len(names), list(headers.values()), names)
     try:
-        encoded = [argument.encode() for argument in arguments]
-        (status,) = compiler.nvrtcCompileProgram(program, len(encoded), encoded)
-        if int(status) != 0:
-            log = _fetch(compiler, program, "nvrtcGetProgramLog").decode(errors="replace").rstrip("\0\n ")
-            raise EnvironmentFault(f"{source} does not compile for {arch}:\n{log}")
-        if arch.startswith("sm_"):
-            return _fetch(compiler, program, "nvrtcGetCUBIN")
-        return _fetch(compiler, program, "nvrtcGetPTX").rstrip(b"\0")  # a text file has no final NUL
-    finally:
-        compiler.nvrtcDestroyProgram(program)
+        return compiler.compile(source, text, headers, arguments, "CUBIN" if arch.startswith("sm_") else "PTX")
+    except nvrtc.CompileError as error:
+        raise EnvironmentFault(f"{source} does not compile for {arch}:\n{error}") from None
 
 
-def _fetch(compiler: ModuleType, program: Any, function: str) -> bytes:
-    buffer = bytes(_call(compiler, function + "Size", program))
-    _call(compiler, function, program, buffer)  # the binding writes into the buffer
-    return buffer
+def _number(arch: str) -> int:
+    return int(arch.partition("_")[2])
 
 
 def _read_cached(path: Path) -> bytes | None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..checkpoint.errors import EnvironmentFault, InputError
-from .build import INSTALL, OLDEST, image_for
+from .build import OLDEST, image_for
 from .launching import Parameters, current_context, current_stream, starter
+from .nvrtc import INSTALL
 
 Argument = (
     torch.Tensor | int | float | ctypes.Structure | ctypes.c_void_p | None

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 import types
 
 import pytest
@@ -13,6 +12,7 @@ from duovolt.cli import kernels as command
 from duovolt.cli.main import main
 from duovolt.kernels import build as builder
 from duovolt.kernels import module
+from duovolt.kernels import nvrtc as compilers
 
 KERNELS = {f"linear_{kind}_8" for kind in ("nvfp4", "fp8", "fp8_blocks", "half", "any")}
 FORBIDDEN = {  # what sm_70 lacks, what it does slowly, and what would make a sum depend on timing
@@ -29,10 +29,6 @@ FORBIDDEN = {  # what sm_70 lacks, what it does slowly, and what would make a su
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(builder.PREBUILT_VARIABLE, raising=False)
-    compiler = builder._compiler
-    compiler.cache_clear()
-    yield
-    compiler.cache_clear()
 
 
 @pytest.fixture
@@ -43,9 +39,8 @@ def one_source(monkeypatch):
 
 @pytest.fixture
 def nvrtc():
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
     try:
-        return builder._compiler()
+        return compilers.load()
     except EnvironmentFault as missing:
         pytest.skip(str(missing))
 
@@ -158,30 +153,19 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(nvrtc, monkeyp
         builder.build("read.cu", "sm_70")
 
 
-def test_a_missing_compiler_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(EnvironmentFault, match=r'NVRTC is missing .* pip install "duovolt\[cuda\]"'):
-        builder.build("read.cu", "sm_70")
-
-
-def test_a_missing_shared_library_says_what_to_install(monkeypatch):
-    def version():
-        raise RuntimeError("Failed to dlopen libnvrtc.so.12\nmore")
-
-    bindings = types.ModuleType("cuda.bindings")
-    bindings.nvrtc = types.SimpleNamespace(nvrtcVersion=version)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    with pytest.raises(EnvironmentFault, match=r'missing \(Failed to dlopen libnvrtc\.so\.12\)\. .*"duovolt\[cuda\]"'):
-        builder.build("read.cu", "sm_70")
-
-
 def test_a_compiler_of_cuda_13_is_refused_for_volta_by_name(monkeypatch):
-    compiler = types.SimpleNamespace(
-        nvrtcVersion=lambda: (0, 13, 0), nvrtcGetSupportedArchs=lambda: (0, [75, 80, 90, 120])
-    )
-    monkeypatch.setattr(builder, "_compiler", lambda: compiler)
+    compiler = types.SimpleNamespace(version=(13, 0), architectures=[75, 80, 90, 120])
+    monkeypatch.setattr(compilers, "load", lambda: compiler)
     with pytest.raises(EnvironmentFault, match=r"NVRTC 13\.0 cannot compile for sm_70: CUDA 13 dropped Volta"):
         builder.build("read.cu", "sm_70")
+
+
+def test_another_compiler_has_entries_of_its_own(nvrtc, monkeypatch):
+    first = builder.build("read.cu", "compute_70")
+    monkeypatch.setattr(nvrtc, "version", (12, 4))
+    other = builder.build("read.cu", "compute_70")
+    assert not other.cached and other.path != first.path
+    assert other.path.parent == first.path.parent
 
 
 def test_a_cache_that_cannot_be_written_is_named(nvrtc, monkeypatch, tmp_path):
@@ -201,7 +185,7 @@ def test_prebuilt_directory_replaces_the_compiler(nvrtc, one_source, monkeypatch
     def missing():
         raise EnvironmentFault("NVRTC is missing.")
 
-    monkeypatch.setattr(builder, "_compiler", missing)
+    monkeypatch.setattr(compilers, "load", missing)
     assert builder.image_for("read.cu", "compute_70") == file.read_bytes()
     with pytest.raises(EnvironmentFault, match=r"build --arch sm_70 --out .*prebuilt\. .*NVRTC is missing"):
         builder.image_for("read.cu", "sm_70")

@@ -18,7 +18,7 @@ WIDE = 100  # TFLOP/s that a wide linear's instructions allow, of 125
 @pytest.fixture(scope="module")
 def found() -> dict[str, FamilyReport]:
     try:
-        if (version := build._version(build._compiler())) != (12, 9):
+        if (version := build.compiler_version()) != (12, 9):
             pytest.skip(f"the figures are of NVRTC 12.9, here is {version[0]}.{version[1]}")
         return {one.name: one for one in report_families()}
     except EnvironmentFault as missing:

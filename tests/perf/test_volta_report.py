@@ -34,7 +34,7 @@ LISTING = """
 @pytest.fixture(scope="module")
 def found() -> dict[str, volta_report.KernelReport]:
     try:
-        if (version := build._version(build._compiler())) != (12, 9):
+        if (version := build.compiler_version()) != (12, 9):
             pytest.skip(f"the figures are of NVRTC 12.9, here is {version[0]}.{version[1]}")
         return {one.name: one for one in volta_report.report()}
     except EnvironmentFault as missing:

@@ -368,7 +368,6 @@ def ptx(arch: str) -> str:
 
 
 def test_words_are_moved_by_volatile_accesses_of_8_bytes():
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
     text = ptx("compute_70")
     assert re.search(r"^\.target sm_70$", text, re.M)
     for instruction in ("ld.volatile.global.u64", "st.volatile.global.u64", "%globaltimer"):
@@ -378,7 +377,6 @@ def test_words_are_moved_by_volatile_accesses_of_8_bytes():
 
 
 def test_a_v100_sees_them_as_strong_accesses_of_the_system(tmp_path):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
     tool = find_disassembler()
     if tool is None:
         pytest.skip("no nvdisasm: pip install triton")

@@ -30,7 +30,6 @@ SOURCES += ("speculation", "staging")
 
 @pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])
 def test_ptx_is_for_sm_70_and_holds_nothing_that_volta_lacks(source):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed: duovolt[cuda]")
     try:
         ptx = builder.build(source, "compute_70").image.decode()
     except EnvironmentFault as missing:
