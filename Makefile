@@ -1,8 +1,8 @@
 # Two commands matter to a new user: `make demo` and `make test`. Both set up a virtual environment first.
 PYTHON ?= python3
-# Neither needs a GPU, and PyPI's torch for Linux brings gigabytes of CUDA: PyTorch's own index has the CPU build.
-# Empty, or out of reach: whatever torch pip finds.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Neither needs a GPU, and PyPI's torch for Linux brings gigabytes of CUDA. The address of PyTorch's own index for the CPU,
+# given here, saves them; out of reach or not given: the torch that pip finds.
+TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,6 +42,7 @@ ifneq ($(strip $(TORCH_INDEX)),)
 	@$(BIN)/python -m pip install -qq --no-deps --retries 1 --index-url $(TORCH_INDEX) "$(TORCH)" \
 		|| echo "No $(TORCH) from $(TORCH_INDEX): pip chooses torch, on Linux with gigabytes of CUDA."
 endif
+	$(BIN)/python -m pip install -q "$(TORCH)"
 	@touch $@
 
 $(DEMO_STAMP): $(TORCH_STAMP) setup.py

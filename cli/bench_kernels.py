@@ -5,16 +5,18 @@ import dataclasses
 import json
 
 import torch
+from msgspec.structs import replace
 
 from ..checkpoint.errors import InputError
 from ..kernels.module import arches_for
-from ..kernels.tuning import Choice, using
+from ..kernels.tuning import choice, using
 from ..perf.kernel_families import FAMILIES, FamilyRow, measure_families
-from ..perf.kernels import CASES, ROUTES, PrefillRow, Row, loadable, measure, measure_prefill, the_device
+from ..perf.kernels import CASES, ROUTES, Case, PrefillRow, Row, loadable, measure, measure_prefill, the_device
 
 EXAMPLE = """examples:
   duovolt bench kernels
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
+  duovolt bench kernels --tokens 1 4 --rows 32 16 auto --overlap
   duovolt bench kernels --prefill 25 64 256 2048 --route narrow wide beside
   duovolt bench kernels --family attention delta
 
@@ -28,6 +30,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], metavar="T", help="1 to 24 each")
     parser.add_argument("--only", nargs="+", metavar="CASE", help=f"of: {', '.join(case.name for case in CASES)}")
     parser.add_argument("--ablate", action="store_true", help="also without arithmetic, and without loads")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=list(ROWS),
+        metavar="ROWS",
+        help="32, 16 or auto, each in turn: rows of an item of nvfp4 and fp8 on sm_80 and newer (default: the card's choice)",
+    )
+    parser.add_argument(
+        "--overlap", action="store_true", help="launches overlap as in the engine's graphs (sm_90 and newer)"
+    )
     parser.add_argument("--prefill", type=int, nargs="+", metavar="T", help="only linears of T tokens against cuBLAS")
     parser.add_argument(
         "--route",
@@ -46,13 +58,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
-def line(row: Row, what: str) -> str:
+ROWS = {"32": 32, "16": 16, "auto": 0}
+
+
+def line(row: Row, label: str) -> str:
     """One row: time, GB/s, share of the plain read, cuBLAS."""
     cublas = f"  cuBLAS fp16 {row.cublas * 1e6:7.1f} us" if row.cublas else ""
     return (
-        f"{row.case:<13} {row.arch:<10} {what:<14} T {row.tokens:<3} {row.nbytes / 1e6:7.1f} MB  {row.seconds * 1e6:8.2f} us  "
+        f"{row.case:<13} {row.arch:<10} {label:<22} T {row.tokens:<3} {row.nbytes / 1e6:7.1f} MB  {row.seconds * 1e6:8.2f} us  "
         f"{row.nbytes / row.seconds / 1e9:6.0f} GB/s  share {row.ratio:.2f}{cublas}"
     )
+
+
+def what(rows: str, without: str) -> str:
+    """What is special about a measurement."""
+    return ", ".join([f"{rows} rows"] * bool(rows) + [f"no {without}"] * bool(without))
+
+
+def measured(
+    case: Case, args: argparse.Namespace, arches: list[str], device: torch.device
+) -> list[tuple[Row, str, str]]:
+    """Rows of a case with the rows of an item that were asked for and what was left out; the portable code once only."""
+    found = []
+    for kind in args.rows or [""]:
+        for without in ("", "arithmetic", "loads") if args.ablate else ("",):
+            tried = choice(device.index or 0)
+            if kind:
+                tried = replace(tried, rows=ROWS[kind])
+            first = not without and kind == (args.rows or [""])[0]
+            with using(replace(tried, ablate=without)):
+                timed = measure([case], args.tokens, arches if first else arches[:1], device, overlap=args.overlap)
+            found += [(row, kind, without) for row in timed]
+    return found
 
 
 def prefill_line(row: PrefillRow) -> str:
@@ -102,16 +139,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     chosen = [case for case in CASES if args.only is None or case.name in args.only]
     arches = loadable(device)
-    rows = []
+    rows: list[tuple[Row, str, str]] = []
     for case in chosen:
-        for row in measure([case], args.tokens, arches, device):
-            rows.append((row, ""))
-        for ablated in ("arithmetic", "loads") if args.ablate else ():
-            with using(Choice(ablate=ablated)):
-                rows += [(row, f"no {ablated}") for row in measure([case], args.tokens, arches[:1], device)]
+        own = measured(case, args, arches, device)
+        rows += own
         if not args.json:
-            print("\n".join(line(row, what) for row, what in rows if row.case == case.name), flush=True)
+            print("\n".join(line(row, what(rows_of, without)) for row, rows_of, without in own), flush=True)
     if args.json:
-        facts = [dataclasses.asdict(row) | {"share": row.ratio, "without": what[3:]} for row, what in rows]
+        facts = [
+            dataclasses.asdict(row) | {"share": row.ratio, "rows": rows_of, "without": without}
+            for row, rows_of, without in rows
+        ]
         print(json.dumps(facts, indent=1))
     return 0

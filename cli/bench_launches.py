@@ -12,6 +12,8 @@ from ..checkpoint.stage import disk_errors
 from ..model.partition import MAX_RANKS
 
 if TYPE_CHECKING:
+    import torch
+
     from ..perf.launch_file import LaunchTime
     from ..perf.model_source import Described
 
@@ -20,9 +22,11 @@ EXAMPLE = """examples:
   duovolt bench launches qwen3.8-27b dense-9b --contexts 8192 131072 --json launches.json
   duovolt bench launches qwen3.8-27b --devices 0,1 --json launches-2.json
   duovolt predict qwen3.8-27b --card h200 --launches launches.json --drafts 3 --context 32768
+  duovolt bench launches --card-file launches.json >> card.toml
 
 A round of a few layers of the model runs once, and what the engine called is called again: each operation in a captured
 graph of its own, over matrices, caches and states that are many times the second-level cache, a node's cost included; then
+each behind the two that stand before it, in turn and begun early (--graphs serial: not), which tells what overlap saves; then
 the layers in a row, which tells what a launch costs between others. Weights are random, and the whole round is never run.
 Attention is measured at each context; a forecast takes a line between. --devices 0,1 measures the ranks of two, each on its
 card, and what they exchange; --tp 2 on one card leaves exchanges out."""
@@ -30,10 +34,15 @@ card, and what they exchange; --tp 2 on one card leaves exchanges out."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("source", nargs="+", metavar="SRC", help="directories, config.json or known names")
+    parser.add_argument("source", nargs="*", metavar="SRC", help="directories, config.json or known names")
     parser.add_argument("--recipe", metavar="R", help="as for ledger")
     parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
-    parser.add_argument("--devices", default="0", metavar="N[,N]", help="cards; two measure both ranks (default: 0)")
+    parser.add_argument(
+        "--devices",
+        default="0",
+        metavar="N[,N]",
+        help="cards; two measure both ranks (default: 0); cpu: only to try the command, on the kernels' references",
+    )
     parser.add_argument("--collective", choices=("auto", "host", "ipc", "nccl"), default="auto", help="as for serve")
     parser.add_argument("--twin", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
@@ -45,13 +54,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--graphs",
         choices=("on", "serial"),
         default="on",
-        help="as for serve: overlapping launches or not (default: on)",
+        help="serial: leave out what launches save that overlap (default: on)",
     )
     parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as for ledger")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the times go")
+    parser.add_argument(
+        "--card-file",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: print what files of --json say for every model, as sections of a card file",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.card_file is not None:
+        from ..perf.launch_card import sections
+        from ..perf.launch_file import read_launch_times
+
+        print(sections([read_launch_times(path) for path in args.card_file]), end="")
+        return 0
+    if not args.source:
+        raise InputError("bench launches needs a model: `duovolt bench launches qwen3.8-27b`.")
     require_report_place(args.json, ())
     _check(args)
     if "," not in args.devices or args.twin:
@@ -70,49 +94,64 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
     import torch
 
     from ..perf.device_timing import node_cost, replay_cost, start_cost
-    from ..perf.kernels import the_device
     from ..perf.launch_file import LaunchTimes
     from ..perf.launch_measure import Costs, Found, Subject, Wanted, lone, measure_subject
     from ..perf.launch_pair import Pair
-    from ..perf.machine import read_machine
+    from ..perf.machine import machine_of
 
     models = [_model(args, source, tp) for source, tp in itertools.product(args.source, args.tp)]
-    the_device()
-    number = int(args.devices.split(",")[rank])
-    if number >= torch.cuda.device_count():
-        raise InputError(f"--devices {args.devices}: this machine shows {torch.cuda.device_count()} cards.")
-    torch.cuda.set_device(number)
-    device = torch.device("cuda", number)
+    device = torch.device("cpu") if args.devices == "cpu" else _card(args, rank)
+    is_card = device.type == "cuda"
+    if not is_card:
+        torch.set_num_threads(1)  # small products: more threads only wait for one another
     found, pair = Found(), Pair(args.twin, rank, args.way, device) if args.twin else None
     with torch.inference_mode():
-        node = node_cost(device).seconds
-        costs = Costs(start_cost(device, node))
+        node = node_cost(device).seconds if is_card else 0.0
+        costs = Costs(start_cost(device, node) if is_card else 0.0)
         for model, drafts, lanes in itertools.product(models, args.drafts, args.lanes):
             wanted = Wanted(args.contexts, drafts, lanes, args.kv, args.graphs == "on")
             link = pair.link if pair is not None else lone(model)
             subject = Subject(model, rank if pair is not None else 0, link, wanted, device)
             measure_subject(subject, found, costs, pair.together if pair is not None else None, _teller(args))
             del subject
-            torch.cuda.empty_cache()
-        replay = replay_cost(device)
-    launches = found.launches
+            if is_card:
+                torch.cuda.empty_cache()
+        replay = replay_cost(device) if is_card else 0.0
+    launches, edges = found.launches, found.edges
     if pair is not None:
-        launches = pair.slower(launches)
+        launches, edges = pair.slower(launches), pair.lesser(edges)
         pair.close()
-    times = LaunchTimes(
-        read_machine(device), [f"{one.label}, {one.tp} ranks" for one in models], launches, found.chains, replay
-    )
+    labels = [f"{one.label}, {one.tp} ranks" for one in models]
+    times = LaunchTimes(machine_of(device), labels, launches, found.chains, replay, edges=edges)
     if not args.quiet:
         for chain in found.chains:
             print(
                 f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.calls} calls in a row "
                 f"{chain.seconds * 1e6:.1f} us, alone {chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
             )
+            if (gap := chain.gap_overlapped) is not None:
+                print(
+                    f"  overlapping {chain.overlapped * 1e6:.1f} us, edges save {chain.saved * 1e6:.1f} us: "
+                    f"{gap * 1e6:+.2f} us a call"
+                )
         print(f"node {node * 1e6:.2f} us, graph {costs.start * 1e6:.2f} us, between rounds {replay * 1e6:.2f} us")
     if args.json is not None:
         with disk_errors(args.json.parent):
             args.json.write_bytes(times.encode())
     return 0
+
+
+def _card(args: argparse.Namespace, rank: int) -> "torch.device":
+    import torch
+
+    from ..perf.kernels import the_device
+
+    the_device()
+    number = int(args.devices.split(",")[rank])
+    if number >= torch.cuda.device_count():
+        raise InputError(f"--devices {args.devices}: this machine shows {torch.cuda.device_count()} cards.")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _teller(args: argparse.Namespace) -> "Callable[[LaunchTime], None]":
@@ -140,5 +179,7 @@ def _check(args: argparse.Namespace) -> None:
     if not all(1 <= lanes <= 4 for lanes in args.lanes) or not all(0 <= drafts <= 5 for drafts in args.drafts):
         raise InputError("--lanes are from 1 to 4, --drafts from 0 to 5.")
     words = args.devices.split(",")
-    if len(words) > 2 or not all(word.isdecimal() and len(word) < 3 for word in words):
-        raise InputError(f"--devices {args.devices}: expected the number of a card, or of two with a comma between.")
+    if args.devices != "cpu" and (len(words) > 2 or not all(word.isdecimal() and len(word) < 3 for word in words)):
+        raise InputError(
+            f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
+        )

@@ -9,7 +9,8 @@ from ..checkpoint.errors import EnvironmentFault, InputError
 from .progress import byte_bar
 
 DEFAULT_CONTEXT = 131_072
-PATHS = ("fp32", "bf16", "fp16", "int8")
+PATHS = ("fp32", "bf16", "fp16", "int8", "fp16-2", "int8-2")
+USUAL, USUAL_OF_RANKS = PATHS[:4], ("fp32", "bf16", "fp16", "fp16-2")
 
 
 def add_arithmetic(parser: argparse.ArgumentParser) -> None:
@@ -21,9 +22,14 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
         help="divergence of the CUDA engine from the same weights in other precisions",
     )
     group.add_argument(
-        "--paths", nargs="+", choices=PATHS, default=list(PATHS), metavar="PATH",
-        help="fp32 and bf16: the model in torch; fp16 and int8: the engine with such a cache; the first is the reference of "
-        "all, each of the one behind it (default: fp32 bf16 fp16 int8)",
+        "--paths", nargs="+", choices=PATHS, metavar="PATH",
+        help="fp32 and bf16: the model in torch; fp16 and int8: the engine with such a cache; fp16-2 and int8-2: the same on two "
+        "ranks, whose sums meet in fp16; the first is the reference of all, each of the one behind it (default: fp32 bf16 "
+        "fp16 int8; with --ranks fp32 bf16 fp16 fp16-2)",
+    )  # fmt: skip
+    group.add_argument(
+        "--ranks", type=Path, metavar="RANKS",
+        help="the same conversion split over two, for fp16-2 and int8-2: both ranks on the one card, in turn",
     )  # fmt: skip
     group.add_argument(
         "--context", type=int, metavar="N", help=f"positions at most (default: {DEFAULT_CONTEXT}, or the text)"
@@ -51,6 +57,8 @@ def run_arithmetic(args: argparse.Namespace) -> int:
     from ..perf.arithmetic import depths_of, study
     from ..perf.layerwise import check_arch
 
+    if args.paths is None:
+        args.paths = list(USUAL if args.ranks is None else USUAL_OF_RANKS)
     _check(args)
     device = _device(args.device)
     check_arch(args.arch, "cuda", [device])
@@ -61,7 +69,7 @@ def run_arithmetic(args: argparse.Namespace) -> int:
         context = len(tokens) - args.positions - 1
         depths = depths_of(context, args.positions)
         with byte_bar("eval", len(args.paths) * len(tokens), args.quiet) as tick:
-            found = study(weights, tokens, depths, args.paths, ids, args.chunk, tick)
+            found = study(weights, tokens, depths, args.paths, ids, args.chunk, tick, _ranks(args, device))
     where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     code = ", ".join(f"{count} launches of {arch} code" for arch, count in sorted(launches.items())) or "torch alone"
     if args.json:
@@ -93,6 +101,10 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--arithmetic takes one directory, or --random.")
     if args.random is not None and args.directories:
         raise InputError("--random is in place of a directory.")
+    if args.ranks is not None and (args.random is not None or not any(path.endswith("-2") for path in args.paths)):
+        raise InputError("--ranks is for the paths fp16-2 and int8-2 of a directory.")
+    if args.ranks is None and (pairs := [path for path in args.paths if path.endswith("-2")]):
+        raise InputError(f"--paths {pairs[0]}: give --ranks, the folder of the directory's two ranks.")
     if args.layers is not None and args.random is None:
         raise InputError("--layers needs --random.")
     if len(set(args.paths)) != len(args.paths) or len(args.paths) < 2:
@@ -114,6 +126,28 @@ def _device(wanted: str):  # type: ignore[no-untyped-def]
     if not wanted.isdecimal() or int(wanted) >= count:
         raise InputError(f"--device {wanted}: this machine shows {count} cards.")
     return torch.device("cuda", int(wanted))
+
+
+def _ranks(args: argparse.Namespace, device) -> list:  # type: ignore[no-untyped-def, type-arg]
+    """The weights of both ranks of --ranks, of the conversion that the directory holds."""
+    if args.ranks is None:
+        return []
+    from ..checkpoint.manifest import has_manifest, read_manifest
+    from ..perf.whole_model import whole_model
+    from ..runtime.engine.cuda.fitness import check_fitness
+    from ..runtime.engine.cuda.loading import load_planned, plan_load
+    from ..runtime.rank.identity import check_ranks, find_ranks
+
+    directories = find_ranks(args.ranks, scripted=False)
+    if len(directories) != 2:
+        raise InputError(f"--ranks {args.ranks}: {len(directories)} rank, expected two (`duovolt shard --tp 2`).")
+    identity = check_ranks(directories, scripted=False)[0]
+    whole = whole_model(args.directories[0])
+    if not has_manifest(whole) or read_manifest(whole).conversion_id != identity.conversion_id:
+        raise InputError(f"--ranks {args.ranks} is conversion {identity.conversion_id}, which {whole} is not.")
+    plans = [plan_load(directory) for directory in directories]
+    check_fitness(plans[0].source.config, 2, str(directories[0]))
+    return [load_planned(plan, device)[0] for plan in plans]
 
 
 def _subject(args: argparse.Namespace, device):  # type: ignore[no-untyped-def]

@@ -50,6 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="between ranks: none, pcie, nvlink, measured (by --launches), or microseconds a message (default: measured, "
         "else the card's first)",
     )
+    parser.add_argument(
+        "--graphs",
+        choices=("on", "serial"),
+        default="on",
+        help="as for serve: launches overlap where the card can, or follow in turn (default: on)",
+    )
     parser.add_argument("--host-us", type=float, default=0.0, metavar="U", help="host time a round (default: 0)")
     parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
     parser.add_argument("--head", choices=("split", "whole"), default="split", help="rows of the head on each rank")
@@ -82,7 +88,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
                 raise InputError(f"--draft-head {args.draft_head}: expected a number of rows of the vocabulary.")
             sheet = sheet.with_draft_head(args.draft_head)
         shape = Shape(context, args.drafts, lanes, args.kv)
-        setting = Setting(args.acceptance, args.link or "none", args.host_us)
+        setting = Setting(args.acceptance, args.link or "none", args.host_us, args.graphs == "on")
         found.append(Case(sheet, shape, setting, args.fuse, args.head == "split"))
     return found
 
@@ -160,9 +166,10 @@ def _check(args: argparse.Namespace) -> int:
             print(line)
         for one in found:
             row = one.forecast
+            graphs = f", graphs {row.graphs}" if row.graphs else ""
             print(
                 f"  {row.model or '':<28} tp {row.tp} {row.context:>8,} deep, {row.drafts} drafts, {row.lanes} lanes, "
-                f"{row.kv}: {row.ms:>7.2f} ms forecast, {one.measured:>7.2f} measured, {one.error:+.1%}"
+                f"{row.kv}{graphs}: {row.ms:>7.2f} ms forecast, {one.measured:>7.2f} measured, {one.error:+.1%}"
             )
         print(
             f"{len(found)} rounds: median error {median:.1%}, worst {worst:.1%}; had every linear the mean size: "
@@ -209,6 +216,8 @@ def run(args: argparse.Namespace) -> int:
     if args.quiet:
         return 0
     print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
+    if found[0].setting.overlap and not card.savings:
+        print("launches in turn: what overlap saves on this card has not been measured, or it has none (below sm_90)")
     for index, one in enumerate(found):
         if card.exact:
             print("{} of {} launches were measured".format(*coverage(one.ledger.launches, card.exact)))

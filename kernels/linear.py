@@ -17,8 +17,8 @@ from torch import Tensor
 from ..checkpoint.errors import InputError
 from . import reference
 from .module import load
-from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, task
-from .tuning import choice, multiprocessors
+from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, halve, task
+from .tuning import HALF_BAND, HALVES, choice, multiprocessors
 from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
 
 __all__ = [
@@ -143,6 +143,10 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     device = x.device.index
     tuned = choice(device)
     module = load(SOURCES[padded], device, tuned.defines)
+    paired = filled.epilogue == SWIGLU
+    if tuned.rows_of(kernel, filled.items, paired, multiprocessors(device), module.arch) == HALF_BAND:
+        halve(filled)
+        kernel = kernel if paired else f"{kernel}_{HALVES}"
     blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
     module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes, overlap=True)

@@ -9,6 +9,7 @@ from .weights import BAND, GROUP, TURN, Fp8BlockWeight, Nvfp4Weight, Weight
 MATRICES = 8  # of one launch
 ENCODINGS = ("nvfp4", "fp8", "fp8_blocks", "half")
 FLOAT, HALF, SWIGLU = range(3)  # what follows the product
+HALF_ROWS = 16  # of an item that is half a band
 
 
 class Matrix(ctypes.Structure):
@@ -43,7 +44,7 @@ class Task(ctypes.Structure):
         ("items", ctypes.c_int),
         ("matrices", ctypes.c_int),
         ("epilogue", ctypes.c_int),
-        ("reserved", ctypes.c_int),
+        ("rows", ctypes.c_int),
         ("matrix", Matrix * MATRICES),
     ]
 
@@ -60,7 +61,8 @@ def task(
     residuals: list[Tensor | None] | None = None,
     overflows: Tensor | None = None,
 ) -> Task:
-    """The launch of `weights` on x [T, K]. For SWIGLU, gate and up share outs[0]. Pointers only: keep the tensors."""
+    """The launch of `weights` on x [T, K], a band an item. For SWIGLU, gate and up share outs[0]. Pointers only: keep the
+    tensors."""
     filled = Task(
         x=x.data_ptr(),
         overflows=pointer(overflows),
@@ -68,6 +70,7 @@ def task(
         groups=x.shape[1] // GROUP,
         matrices=len(weights),
         epilogue=epilogue,
+        rows=BAND,
     )
     first_band = 0
     for index, weight in enumerate(weights):
@@ -80,6 +83,13 @@ def task(
             first_band += weight.words.shape[0]
     filled.items = weights[0].words.shape[0] if epilogue == SWIGLU else first_band
     return filled
+
+
+def halve(filled: Task) -> None:
+    """Makes items of half a band each of those of a whole one; for SwiGLU sixteen rows of gate and the same of up."""
+    assert filled.rows == BAND
+    filled.rows = HALF_ROWS
+    filled.items *= 2
 
 
 def matrix_of(weight: Weight, first_band: int = 0) -> Matrix:

@@ -23,8 +23,17 @@ STAGE_BYTES = {
     "fp8": 4 * 544,
     "half": 4 * 1056,
 }  # a turn's tiles with the padding that spreads the banks
+HALF_STAGES = {"nvfp4": 3, "fp8": 4}  # likewise where an item is half a band
+_HALF_STAGE_BYTES = {"nvfp4": 8 * 160, "fp8": 4 * 288}
+MIXED_STAGES = 2  # of fp8 bands in a launch of several encodings
+BAND, HALF_BAND = 32, 16  # rows of an item
+HALVES = "halves"  # kernels of half a band an item: linear_{encoding}_halves_{T}
+# What half a band costs, of a whole one: for nvfp4 by the instructions of a turn (docs/kernels/linear.md); fp8 waits for
+# bytes, which are half as many, and a tenth is added for what a block costs beside its turns.
+_HALF_COST = {"nvfp4": 0.58, "fp8": 0.55}
+_PAIR_COST = 0.5  # sixteen rows of gate and of up against a band of each
 _WARPS = 8
-_PADDED_BAND = 33  # floats a row of the warps' sums
+_OLDEST_RING = 80  # the first architecture with rings and half bands
 MOST_STAGES = 8
 MOST_BLOCKS = 16
 WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weights, these three
@@ -35,8 +44,10 @@ MOST_WIDE = 4096
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the linears run on one card.
 
-    `stages`: of the rings of copies on sm_80 and newer, by encoding. `blocks_a_sm`: blocks a multiprocessor that share
-    all bands of a launch; 0 for a block a band. `ablate`: what is left out to see what the rest costs, with wrong results.
+    `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band;
+    `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that share all items of a
+    launch; 0 for a block an item. `rows` of an item of nvfp4 or fp8 on sm_80 and newer: 32, a band; 16, half of one; 0,
+    whichever `rows_of` expects to end sooner. `ablate`: what is left out to see what the rest costs, with wrong results.
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
     24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
@@ -46,34 +57,62 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
     blocks_a_sm: int = 0
     ablate: Literal["", "arithmetic", "loads"] = ""
+    rows: Literal[0, 16, 32] = 32
+    half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
+    mixed_stages: int = MIXED_STAGES
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
     overlap_dequantising: bool = False
 
     def __post_init__(self) -> None:
-        good = set(self.stages) == set(STAGES) and all(2 <= n <= MOST_STAGES for n in self.stages.values())
-        if not good or not 0 <= self.blocks_a_sm <= MOST_BLOCKS:
-            raise ValueError(f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}; blocks_a_sm up to {MOST_BLOCKS}")
+        good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
+        depths = [*self.stages.values(), *self.half_stages.values(), self.mixed_stages]
+        if not good or not all(2 <= n <= MOST_STAGES for n in depths) or not 0 <= self.blocks_a_sm <= MOST_BLOCKS:
+            raise ValueError(
+                f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}, half_stages for {', '.join(HALF_STAGES)}; "
+                f"blocks_a_sm up to {MOST_BLOCKS}"
+            )
         if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
             raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
 
     @property
     def defines(self) -> tuple[str, ...]:
         """What the source is compiled with, none for the defaults."""
-        stages = tuple(f"{name.upper()}_STAGES={n}" for name, n in self.stages.items() if n != STAGES[name])
+        depths = [(f"{name.upper()}_STAGES", n, STAGES[name]) for name, n in self.stages.items()]
+        depths += [(f"{name.upper()}_HALF_STAGES", n, HALF_STAGES[name]) for name, n in self.half_stages.items()]
+        depths += [("FP8_MIXED_STAGES", self.mixed_stages, MIXED_STAGES)]
+        stages = tuple(f"{name}={n}" for name, n, usual in depths if n != usual)
         return (*stages, f"ABLATE_{self.ablate.upper()}") if self.ablate else stages
 
+    def rows_of(self, kernel: str, items: int, paired: bool, multiprocessors: int, arch: str) -> int:
+        """Rows of an item in a launch of `items` bands, or of gate and up (`paired`), by a kernel compiled for `arch`.
+
+        With `rows` 0: the multiprocessor with most items ends last, and halves are taken if that is sooner then.
+        """
+        if int(arch.partition("_")[2]) < _OLDEST_RING or kernel not in _HALF_COST:
+            return BAND
+        if self.rows:
+            return self.rows
+        cost = _PAIR_COST if paired else _HALF_COST[kernel]
+        halves, bands = -(-2 * items // multiprocessors) * cost, -(-items // multiprocessors)
+        return HALF_BAND if halves < bands else BAND
+
     def blocks(self, items: int, multiprocessors: int) -> int:
-        """Blocks of a launch of `items` bands."""
+        """Blocks of a launch of `items` items."""
         return min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
 
     def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
-        sums = (_WARPS + 1) * tokens * _PADDED_BAND * 4
-        if int(arch.partition("_")[2]) < 80:
+        encoding, _, kind = kernel.partition("_")
+        held = HALF_BAND if kind == HALVES else BAND
+        sums = (_WARPS + 1) * tokens * (held + 1) * 4  # with the padding of a row
+        if int(arch.partition("_")[2]) < _OLDEST_RING:
             return sums
-        names = list(STAGES) if kernel == "any" else [kernel.partition("_")[0]]
-        return sums + max(_WARPS * self.stages[name] * STAGE_BYTES[name] for name in names)
+        if kind == HALVES:
+            return sums + _WARPS * self.half_stages[encoding] * _HALF_STAGE_BYTES[encoding]
+        stages = self.stages | {"fp8": self.mixed_stages} if encoding == "any" else self.stages
+        names = list(STAGES) if encoding == "any" else [encoding]
+        return sums + max(_WARPS * stages[name] * STAGE_BYTES[name] for name in names)
 
 
 _override: ContextVar[Choice | None] = ContextVar("tuning_override", default=None)

@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +22,14 @@ from ..runtime.engine.cuda.weights import CudaAttention, CudaDelta, CudaLayer, C
 from ..runtime.engine.lane import Lane
 from ..runtime.engine.pages import PAGE, pages_for
 from ..runtime.messages import GenerateRequest, SamplingParams
-from ..runtime.parallel.device import SoloDevice
+from ..runtime.parallel.device import DeviceCollective, SoloDevice
 from .divergence import Divergence
 from .plain_model import PRECISIONS, PlainModel, slices
+from .together import Together
 
 ENGINE = {"fp16": False, "int8": True}  # path -> keys and values in int8
-PATHS = (*PRECISIONS, *ENGINE)
+PAIRS = {"fp16-2": False, "int8-2": True}  # the same on two ranks, whose sums meet in fp16
+PATHS = (*PRECISIONS, *ENGINE, *PAIRS)
 ROUND = 4  # tokens: one and three drafts
 DECODE = "decode"
 
@@ -73,23 +74,17 @@ class Study:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Reader(Protocol):
-    """One path, reading in order: a chunk's hidden states, and the logits of some of them, float32 [T, V]."""
-
-    def read(self, tokens: list[int]) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
 class EngineReader:
     """The CUDA engine's own passes over one lane."""
 
-    def __init__(self, weights: CudaWeights, tokens: list[int], int8: bool) -> None:
+    def __init__(
+        self, weights: CudaWeights, tokens: list[int], int8: bool, link: DeviceCollective | None = None
+    ) -> None:
         context = pages_for(len(tokens) + ROUND + 1) * PAGE
         vocabulary = weights.config.text.vocab_size
         self._executor = CudaExecutor(
             weights,
-            SoloDevice(),
+            link or SoloDevice(),
             max_context=context,
             lanes=1,
             drafts=0,
@@ -132,6 +127,38 @@ class EngineReader:
         return int(self._executor.state.overflows.sum())
 
 
+class PairReader:
+    """Both ranks of a split model in this process, on one device; what rank 0 gives, which is what both give."""
+
+    def __init__(self, ranks: Sequence[CudaWeights], tokens: list[int], int8: bool) -> None:
+        self._together = Together(ranks[0].device)
+        self._readers = self._together.both(
+            lambda rank: EngineReader(ranks[rank], tokens, int8, self._together.links[rank])
+        )
+
+    def read(self, tokens: list[int]) -> Tensor:
+        return self._alike(lambda reader: reader.read(tokens))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._alike(lambda reader: reader.logits(hidden))
+
+    def decode(self, tokens: list[int]) -> Tensor:
+        return self._alike(lambda reader: reader.decode(tokens))
+
+    @property
+    def overflows(self) -> int:
+        return sum(reader.overflows for reader in self._readers)
+
+    def close(self) -> None:
+        self._together.close()
+
+    def _alike(self, action: Callable[[EngineReader], Tensor]) -> Tensor:
+        first, second = self._together.both(lambda rank: action(self._readers[rank]))
+        if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+            raise CheckFailed("the two ranks have different numbers: on two cards their lockstep would stop them.")
+        return first
+
+
 def depths_of(context: int, positions: int) -> list[Depth]:
     """A quarter at a time down from `context`, as long as depths stand apart."""
     ends = [context]
@@ -149,8 +176,10 @@ def study(
     ids: int,
     chunk: int,
     tick: Callable[[int], None],
+    ranks: Sequence[CudaWeights] = (),
 ) -> Study:
     """`tokens`: one more than the last depth's end. `ids`: that the tokenizer can emit. `tick`: tokens done, of each path.
+    `ranks`: the same weights split over two, for the paths that need them.
 
     Raises CheckFailed for predictions that are not finite, EnvironmentFault if the card's memory is too small.
     """
@@ -160,9 +189,11 @@ def study(
     for path in paths:
         begun = time.perf_counter()
         try:
-            reader: EngineReader | PlainModel
+            reader: EngineReader | PairReader | PlainModel
             if path in ENGINE:
                 reader = EngineReader(weights, tokens, ENGINE[path])
+            elif path in PAIRS:
+                reader = PairReader(ranks, tokens, PAIRS[path])
             else:
                 spare = torch.cuda.mem_get_info(weights.device)[0] // 3 if weights.device.type == "cuda" else 0
                 reader = PlainModel(weights, PRECISIONS[path], len(tokens), spare)
@@ -172,8 +203,10 @@ def study(
                 f"{path} at {len(tokens):,} positions: the card has no room: {str(error).splitlines()[0]} A smaller "
                 "--context or --chunk needs less, or fewer --paths."
             ) from None
-        if isinstance(reader, EngineReader):
+        if not isinstance(reader, PlainModel):
             overflows[path] = reader.overflows
+        if isinstance(reader, PairReader):
+            reader.close()
         seconds[path] = round(time.perf_counter() - begun, 2)
         del reader
         gc.collect()
@@ -187,7 +220,12 @@ def study(
 
 
 def _walk(
-    reader: Reader, tokens: list[int], depths: Sequence[Depth], ids: int, chunk: int, tick: Callable[[int], None]
+    reader: EngineReader | PairReader | PlainModel,
+    tokens: list[int],
+    depths: Sequence[Depth],
+    ids: int,
+    chunk: int,
+    tick: Callable[[int], None],
 ) -> list[Tensor]:
     """Logits [positions, ids] on the CPU, of each depth."""
     parts: list[list[Tensor]] = [[] for _ in depths]
@@ -203,7 +241,7 @@ def _walk(
     for number, depth in enumerate(depths):
         if depth.decoded:
             own = tokens[depth.first : depth.end]
-            rows = reader.decode(own) if isinstance(reader, EngineReader) else reader.logits(reader.read(own))
+            rows = reader.logits(reader.read(own)) if isinstance(reader, PlainModel) else reader.decode(own)
             parts[number].append(rows[:, :ids].cpu())
             tick(depth.positions)
     return [torch.cat(own) for own in parts]

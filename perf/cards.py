@@ -20,6 +20,7 @@ from .curve import READ, Curve, Point, Series, read_curve
 from .launch_file import Chain, LaunchTimes, at_bytes, by_key, is_within
 from .ledger import Launch, Ledger
 from .machine import Machine
+from .savings import Savings, savings_of
 
 LITTLE = 64 << 10  # bytes: below, a kernel's time is a constant
 MEASURED = "measured"  # a link: what `bench launches` measured between two cards
@@ -38,12 +39,14 @@ class ReadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SmallForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A node of a graph that does nothing, and a kernel that hardly touches memory.
 
-    `gap_us`: between two kernels of a round, beyond what a launch costs in a row of its own kind.
+    `gap_us`: between two kernels of a round, beyond what a launch costs in a row of its own kind; `gap_overlapped_us`: where
+    launches overlap, beyond what [overlap] says that they save.
     """
 
     node_us: float
     kernel_us: float
     gap_us: float = 0.0
+    gap_overlapped_us: float = 0.0
 
 
 class LinkForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +57,7 @@ class LinkForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CardForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A card file."""
+    """A card file. `overlap`: `before>kernel` -> us that a kernel saves by beginning before the one before it has ended."""
 
     name: str
     source: str
@@ -65,6 +68,7 @@ class CardForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel_us: dict[str, float] = {}
     share: dict[str, float | dict[str, float]] = {}
     link: dict[str, LinkForm] = {}
+    overlap: dict[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Card:
 
     A key of `shares` is a kernel and an encoding (`linears.fp8`), a kernel, a family and an encoding, or a family: the
     first that is there holds, at the nearest number of tokens; for attention, of query rows a kv head. `exact`: launches
-    that were measured alone, by key; `chains`: the same in a row; `replay`: seconds between rounds.
+    that were measured alone, by key; `chains`: the same in a row; `replay`: seconds between rounds; `savings`: of launches
+    that overlap, nothing where the card cannot or nobody has measured it.
     """
 
     name: str
@@ -89,6 +94,8 @@ class Card:
     gap_us: float = 0.0
     chains: Sequence[Chain] = ()
     replay: float = 0.0
+    savings: Savings = field(default_factory=Savings)
+    gap_overlapped_us: float = 0.0
 
     def seconds(self, launch: Launch) -> float:
         """Time of one kernel, its launch included."""
@@ -137,27 +144,46 @@ class Card:
         return _line(form.reduce if launch.kernel != "gather" else form.gather, launch.message) * 1e-6
 
     def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
-        """The same card with launches that were measured alone, and what lies between them."""
+        """The same card with launches that were measured alone, what they save, and what lies between them."""
         chains = [one for file in files for one in file.chains]
         replays = [file.replay for file in files if file.replay]
-        return replace(self, exact=by_key(files), chains=chains, replay=replays[-1] if replays else 0.0)
+        savings = savings_of((one for file in files for one in file.edges), self.savings.table)
+        exact = by_key(files)
+        return replace(self, exact=exact, chains=chains, replay=replays[-1] if replays else 0.0, savings=savings)
 
     def without_launches(self) -> "Card":
         """As it was before."""
-        return replace(self, exact={}, chains=(), replay=0.0)
+        savings = Savings(table=self.savings.table)
+        return replace(self, exact={}, chains=(), replay=0.0, savings=savings)
+
+    def calls(self, ledger: Ledger) -> list[Launch]:
+        """Launches of a round that are called by themselves, in order; a sum is one where no norm was measured with it."""
+        fused = not self.exact or any(key.startswith("reduce_norm ") for key in self.exact)
+        return [
+            one if fused or one.kernel != "reduce_norm" else replace(one, kernel="reduce")
+            for one in ledger.launches
+            if not (is_within(one, self.exact) if self.exact else one.within)
+        ]
 
     @property
     def has_exchanges(self) -> bool:
         """Whether sums between two cards were measured."""
         return any(key.startswith("reduce") for key in self.exact)
 
-    def gap(self, ledger: Ledger) -> float:
-        """Seconds a launch that a round costs beyond launches of one kind in a row: of the most like round, the latest."""
-        own = [one for one in self.chains if (one.model, one.tp) == (ledger.label, ledger.tp)]
-        if not own:
-            return self.gap_us * 1e-6
-        shape = ledger.shape
-        return min(reversed(own), key=lambda one: (one.lanes != shape.lanes, one.drafts != shape.drafts)).gap
+    def gap(self, ledger: Ledger, overlap: bool = False) -> float:
+        """Seconds a launch that a round costs beyond launches of one kind in a row: of the most like round, the latest.
+
+        Of other models with as many ranks the mean, where this one was not measured. `overlap`: beyond what its launches save.
+        """
+        gaps = {id(one): one.gap_overlapped if overlap and self.savings else one.gap for one in self.chains}
+        alike = [one for one in self.chains if one.tp == ledger.tp and gaps[id(one)] is not None]
+        if own := [one for one in alike if one.model == ledger.label]:
+            shape = ledger.shape
+            nearest = min(reversed(own), key=lambda one: (one.lanes != shape.lanes, one.drafts != shape.drafts))
+            return gaps[id(nearest)] or 0.0
+        if alike:
+            return sum(gaps[id(one)] or 0.0 for one in alike) / len(alike)
+        return (self.gap_overlapped_us if overlap and self.savings else self.gap_us) * 1e-6
 
     def with_shares(self, shares: Mapping[str, Mapping[int, float]]) -> "Card":
         """The same card with measured shares in place of what its file has."""
@@ -224,9 +250,14 @@ def _from_form(form: CardForm, where: str) -> Card:
                 raise ValueError("a link needs points of rising bytes")
     if not all(math.isfinite(value) and 0 <= value < 1e15 for value in numbers):
         raise ValueError("numbers must be finite and not negative")
+    either = [form.small.gap_overlapped_us, *form.overlap.values()]
+    if not all(abs(us) < 1e6 for us in either) or not all(name.count(">") == 1 for name in form.overlap):
+        raise ValueError("overlap: `before>kernel` and microseconds below a second")
     return Card(
         form.name, form.source, form.assumed, form.small.node_us, form.small.kernel_us, {READ: [_read(form.read)]},
         form.kernel_us, shares, form.link, gap_us=form.small.gap_us,
+        savings=Savings(table={name: us * 1e-6 for name, us in form.overlap.items()}),
+        gap_overlapped_us=form.small.gap_overlapped_us,
     )  # fmt: skip
 
 
@@ -266,6 +297,8 @@ def card_of(curve: Curve) -> Card:
         {key: table for key, table in known.shares.items() if not key.partition(".")[2]} if known else {},
         known.links if known else {},
         gap_us=known.gap_us if known else 0.0,
+        savings=known.savings if known else Savings(),
+        gap_overlapped_us=known.gap_overlapped_us if known else 0.0,
     )
 
 

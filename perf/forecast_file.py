@@ -39,12 +39,16 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForecastRound(Round, frozen=True, kw_only=True):
-    """A forecast. `ms_mean`: had every linear the mean size. `families`: milliseconds by kernel family."""
+    """A forecast. `ms_mean`: had every linear the mean size. `families`: milliseconds by kernel family.
+
+    `graphs`: `on` of launches that overlap where the card can, `serial` of launches in turn; None: an old file's, in turn.
+    """
 
     ms_mean: float
     tokens: float
     link: str
     families: dict[str, float]
+    graphs: str | None = None
 
 
 class ForecastFile(msgspec.Struct, frozen=True):
@@ -64,6 +68,7 @@ class MeasuredFile(msgspec.Struct, frozen=True):
 
     rounds: list[Round]
     model: str | None = None
+    graphs: str | None = None
 
 
 def record(forecasts: Iterable[Forecast]) -> ForecastFile:
@@ -85,6 +90,7 @@ def record(forecasts: Iterable[Forecast]) -> ForecastFile:
                 tokens=round(found.tokens, 4),
                 link=found.setting.link,
                 families={name: round(seconds * 1e3, 4) for name, (_, _, seconds) in found.families.items()},
+                graphs="on" if found.setting.overlap else "serial",
             )
         )
     assert card is not None, "a record needs a forecast"
@@ -150,16 +156,20 @@ class Compared:
 def compare(forecasts: Sequence[ForecastRound], measured: Sequence[MeasuredFile]) -> list[Compared]:
     """Every measured round that was forecast.
 
-    Where both name models, they must agree in what stands before the first comma. Raises InputError if no round was.
+    Where both name models, they must agree in what stands before the first comma; where both say whether launches overlap, in
+    that. Raises InputError if no round was.
     """
     found = []
-    for model, one in ((one.model or file.model, one) for file in measured for one in file.rounds):
+    for file, one in ((source, one) for source in measured for one in source.rounds):
         for candidate in forecasts:
-            if candidate.key == one.key and _same_model(candidate.model, model):
+            same = candidate.key == one.key and _same_model(candidate.model, one.model or file.model)
+            if same and (candidate.graphs is None or file.graphs in (None, candidate.graphs)):
                 found.append(Compared(candidate, one.ms))
                 break
     if not found:
-        raise InputError("no measured round was forecast: ranks, context, drafts, lanes, KV and model must agree.")
+        raise InputError(
+            "no measured round was forecast: ranks, context, drafts, lanes, KV, model and --graphs must agree."
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import EnvironmentFault
 from ..kernels.linear import linears, prepare, swiglu
-from ..kernels.module import PORTABLE, arches_for, forced_arch, load
+from ..kernels.module import PORTABLE, arches_for, forced_arch, load, overlapping
 from ..kernels.prefill import linear_block
 from ..kernels.tuning import MOST_WIDE, Choice, choice, multiprocessors, using
 from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
@@ -85,14 +85,15 @@ def random_weight(encoding: str, rows: int, columns: int, device: torch.device) 
     return HalfWeight.of(torch.randn(rows, columns, dtype=torch.float16, device=device))
 
 
-def time_graph(launches: Sequence[Callable[[], object]]) -> float:
-    """Median seconds a launch of a graph that holds them in order."""
+def time_graph(launches: Sequence[Callable[[], object]], overlap: bool = False) -> float:
+    """Median seconds a launch of a graph that holds them in order; `overlap`: where they can, they begin before the one before
+    has ended."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launches[0]()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), overlapping(overlap):
         for launch in launches:
             launch()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -128,9 +129,17 @@ def read_seconds(nbytes: int, device: torch.device, pool: int = POOL_BYTES) -> f
 
 
 def measure(
-    cases: Sequence[Case], tokens: Sequence[int], arches: Sequence[str], device: torch.device, pool: int = POOL_BYTES
+    cases: Sequence[Case],
+    tokens: Sequence[int],
+    arches: Sequence[str],
+    device: torch.device,
+    pool: int = POOL_BYTES,
+    overlap: bool = False,
 ) -> list[Row]:
-    """Every case at every T, for every architecture: sm_XY of the card, or compute_70, which a V100's code comes from."""
+    """Every case at every T, for every architecture: sm_XY of the card, or compute_70, which a V100's code comes from.
+
+    `overlap`: of `time_graph`, for the cases, not for what they are held against.
+    """
     rows = []
     for case in cases:
         weights = [random_weight(*matrix, device) for matrix in case.matrices]
@@ -144,7 +153,7 @@ def measure(
             with forced_arch(arch):
                 prepare(device)
                 for count in tokens:
-                    seconds = time_graph(launches(case, sets, count, device))
+                    seconds = time_graph(launches(case, sets, count, device), overlap)
                     rows.append(Row(case.name, arch, count, nbytes, seconds, floor, cublas[count]))
         del sets, weights
     return rows

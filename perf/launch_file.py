@@ -12,6 +12,8 @@ from .ledger import Launch
 from .machine import Machine
 
 FORMAT = "duovolt-launches-1"
+BEHIND = 2  # predecessors of an edge: a norm lets the product behind it begin while the one before the norm still runs
+_MOST_SECONDS = 60.0  # of a few layers, on the slowest host
 
 
 class LaunchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,8 +33,30 @@ class LaunchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("bytes, seconds and spread are 0 or more")
 
 
+class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds that a call saves by beginning before the one before it has ended, behind those that stand before it.
+
+    `key`: of the call, as in `Launch.key`; `after`: of its predecessors in a round, the nearest first. `nbytes`: keys and
+    values that the call and they read, which one key has in many sizes, else 0. Below 0: it takes longer.
+    """
+
+    key: str
+    after: list[str]
+    saved: float
+    nbytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (abs(self.saved) < _MOST_SECONDS and math.isfinite(self.nbytes) and self.nbytes >= 0):
+            raise ValueError("an edge saves less than a minute, and has bytes of 0 or more")
+        if not 1 <= len(self.after) <= 8:
+            raise ValueError("an edge has predecessors")
+
+
 class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A few layers of a round in a row: seconds of `calls` calls, and the sum of their times alone. `lanes`, `drafts`: its."""
+    """A few layers of a round in a row: seconds of `calls` calls, and the sum of their times alone. `lanes`, `drafts`: its.
+
+    `overlapped`: seconds of the same with launches that overlap, 0 if not measured; `saved`: by its edges.
+    """
 
     model: str
     tp: int
@@ -41,15 +65,24 @@ class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alone: float
     lanes: int = 1
     drafts: int = 3
+    overlapped: float = 0.0
+    saved: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(x) and 0 < x < 1 for x in (self.seconds, self.alone)) or self.calls < 1 or self.tp < 1:
-            raise ValueError("a chain has calls, ranks, and seconds below 1")
+        if not (0 <= self.overlapped < _MOST_SECONDS and abs(self.saved) < _MOST_SECONDS):  # nor of NaN
+            raise ValueError("a chain that overlaps takes less than a minute")
+        if not all(0 < x < _MOST_SECONDS for x in (self.seconds, self.alone)) or self.calls < 1 or self.tp < 1:
+            raise ValueError("a chain has calls, ranks, and seconds below 60")
 
     @property
     def gap(self) -> float:
-        """Seconds a call that different launches in a row cost beyond launches of one kind; below 0 where they overlap."""
+        """Seconds a call that different launches in a row cost beyond launches of one kind."""
         return (self.seconds - self.alone) / self.calls
+
+    @property
+    def gap_overlapped(self) -> float | None:
+        """The same where launches overlap, beyond what their edges save; None if not measured."""
+        return (self.overlapped - (self.alone - self.saved)) / self.calls if self.overlapped else None
 
 
 class LaunchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +94,7 @@ class LaunchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chains: list[Chain] = []
     replay: float = 0.0
     format: str = FORMAT
+    edges: list[Edge] = []
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.replay) and 0 <= self.replay < 1):

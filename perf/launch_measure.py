@@ -1,4 +1,7 @@
-"""Times of a round's own launches, each alone, and of a few layers in a row: cold, in captured graphs."""
+"""Times of a round's own launches, each alone, what each saves by beginning early, and a few layers in a row.
+
+All of it cold, in captured graphs. Times alone are of launches in turn: what overlap saves is told by edges.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -17,20 +21,33 @@ from ..runtime.parallel.device import DeviceCollective, SoloDevice
 from .device_timing import Timing, Together, time_queued
 from .engine import Alone, Bench
 from .kernels import copies_of
-from .launch_file import Chain, LaunchTime
+from .launch_edges import Edges, Placed, windows
+from .launch_file import BEHIND, Chain, Edge, LaunchTime
 from .launch_record import Call, Recorder, staging_call
 from .model_source import Described
 from .random_weights import random_weights
 
-POOL_BYTES = 3 << 29
-MOST_BYTES = 24 << 30  # of copies of one call
-WARM_CALLS = 96  # of what lies in the second-level cache in a round too
-EXCHANGES = 64  # in a graph
 ABOUT = 0.05  # of bytes: the same size
 # Called last, and in this order: what each leaves behind is what the next one finds in a round.
 ORDER = ("round_rows", "decide", "round_advance")
+LONE = ("elementwise",)  # recorded behind a round, called within it
 _ROUNDS = 3  # before the one that is listened to: buffers are made, lanes have drafts that stood
 _SPARE = 64
+_REPEATS = 9  # of an edge's graphs, of which there are many
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Of a graph. `pool`: bytes that it reads at least, `most`: of copies of one call; `warm`: calls of what lies in the
+    second-level cache in a round too; `exchanges`: calls of one."""
+
+    pool: int = 3 << 29
+    most: int = 24 << 30
+    warm: int = 96
+    exchanges: int = 64
+
+
+TO_TRY = Amounts(1, 1, 2, 2)  # without a card
 
 
 @dataclass(frozen=True)
@@ -41,15 +58,16 @@ class Wanted:
     drafts: int = 3
     lanes: int = 1
     kv: str = "int8"
-    overlap: bool = True  # launches begin as early as in the engine's graphs
+    overlap: bool = True  # also what launches save that begin as early as in the engine's graphs
 
 
 @dataclass
 class Found:
-    """Times and chains."""
+    """Times, edges and chains."""
 
     launches: list[LaunchTime] = field(default_factory=list)
     chains: list[Chain] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
 
     def of(self, call: Call) -> LaunchTime | None:
         """What was measured of its key, at about its size: passes of a round stand a few tokens apart."""
@@ -96,6 +114,7 @@ class Subject:
         self, model: Described, rank: int, link: DeviceCollective, wanted: Wanted, device: torch.device
     ) -> None:
         self.model, self.wanted, self.device = model, wanted, device
+        self.amounts = Amounts() if device.type == "cuda" else TO_TRY
         short = shortened(model)
         weights = random_weights(short.config, _plain(short.encodings), model.tp, rank, device)
         most = short.config.text.max_position_embeddings
@@ -140,8 +159,10 @@ def _plain(encodings: dict[str, str]) -> dict[str, str]:
 def measure_subject(
     subject: Subject, found: Found, costs: Costs, together: Together | None, tell: Callable[[LaunchTime], None]
 ) -> None:
-    """Every call of the subject's rounds that `found` does not have, and a chain at the first depth."""
+    """Every call of the subject's rounds that `found` does not have, their edges, and a chain at the first depth."""
     exchanging = together is not None
+    amounts = subject.amounts
+    edges = Edges(partial(_queued, subject, costs), amounts.pool, amounts.most, amounts.warm, together, found.edges)
     for number, calls in enumerate(subject.rounds()):
         mine = [call for call in calls if exchanging or not call.is_exchange]
         for call in sorted(mine, key=lambda one: ORDER.index(one.op) if one.op in ORDER else -1):
@@ -149,24 +170,39 @@ def measure_subject(
                 one = _alone(call, subject, costs, together)
                 found.launches.append(one)
                 tell(one)
-                torch.cuda.empty_cache()
-        if number == 0 and (chain := _chain(subject, mine, found, costs, together)) is not None:
+                _release(subject.device)
+        if subject.wanted.overlap:  # what is called between rounds has no place among them
+            edges.saved(windows([call for call in mine if call.op not in LONE]))
+        if number == 0 and (chain := _chain(subject, mine, found, costs, edges)) is not None:
             found.chains.append(chain)
 
 
+def _queued(subject: Subject, costs: Costs, placed: Sequence[Placed], together: Together | None) -> float:
+    """Seconds of a graph of calls that begin early or not."""
+    for one in placed[:3]:
+        one()
+    timing = time_queued(placed, subject.device, _REPEATS, together=together, overlap=True)
+    return math.nan if timing.dry else timing.seconds * len(placed) - costs.start
+
+
+def _release(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _alone(call: Call, subject: Subject, costs: Costs, together: Together | None) -> LaunchTime:
-    device, overlap = subject.device, subject.wanted.overlap
+    device, amounts = subject.device, subject.amounts
     calls: list[Callable[[], object]]
     if call.is_exchange:
-        calls = [call] * EXCHANGES
+        calls = [call] * amounts.exchanges
     elif call.cold_reads:
-        count = min(copies_of(math.ceil(call.cold_reads), POOL_BYTES), max(2, MOST_BYTES // call.cold_bytes))
+        count = min(copies_of(math.ceil(call.cold_reads), amounts.pool), max(2, amounts.most // call.cold_bytes))
         calls = [call, *(call.copied({}) for _ in range(count - 1))]
     else:
-        calls = [call] * WARM_CALLS
+        calls = [call] * amounts.warm
     for one in calls[:2]:
         one()
-    timing = time_queued(calls, device, together=together if call.is_exchange else None, overlap=overlap)
+    timing = time_queued(calls, device, together=together if call.is_exchange else None)
     parts = 2 if call.op == "elementwise" else 1
     if timing.dry:
         return LaunchTime(call.key, call.nbytes, 0.0, why="the queue ran dry: the host is too busy")
@@ -188,29 +224,34 @@ def layers_of(calls: Sequence[Call]) -> list[Call]:
     return inside[: products[-1]] if products else []
 
 
-def _chain(
-    subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, together: Together | None
-) -> Chain | None:
+def _chain(subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, edges: Edges) -> Chain | None:
     """Both of two ranks time it, whatever else either has measured: each exchange takes both."""
     inside = layers_of(calls)
     if not inside:
         return None
+    # The last layers of one copy stand before the first of the next: so many edges as calls.
+    circle, overlap = [*inside[-BEHIND:], *inside], subject.wanted.overlap
+    saved = edges.saved(one for one in windows(circle) if len(one) > BEHIND) if overlap else 0.0
     cold = sum({id(part): part.nbytes for call in inside for part in call.cold_tensors()}.values())
-    count = max(2, min(copies_of(cold, POOL_BYTES), MOST_BYTES // cold))
+    count = max(2, min(copies_of(cold, subject.amounts.pool), subject.amounts.most // cold))
     rows: list[list[Call]] = [inside]
     for _ in range(count - 1):
         made: dict[int, object] = {}
         rows.append([call.copied(made) for call in inside])
     launches = list(itertools.chain(*rows))
-    timing = time_queued(launches, subject.device, together=together, overlap=subject.wanted.overlap)
+    ways = (False, True) if overlap else (False,)
+    timings = [time_queued(launches, subject.device, together=edges.together, overlap=way) for way in ways]
     del rows, launches
-    torch.cuda.empty_cache()
+    _release(subject.device)
     alone = [one.seconds for call in inside if (one := found.of(call)) is not None and one.seconds]
-    if timing.dry or len(alone) < len(inside):
+    if any(timing.dry for timing in timings) or len(alone) < len(inside):
         return None
-    seconds = _without_start(timing, count * len(inside), costs) * len(inside)
+    seconds = [_without_start(timing, count * len(inside), costs) * len(inside) for timing in timings]
     model, wanted = subject.model, subject.wanted
-    return Chain(model.label, model.tp, len(inside), seconds, sum(alone), wanted.lanes, wanted.drafts)
+    return Chain(
+        model.label, model.tp, len(inside), seconds[0], sum(alone), wanted.lanes, wanted.drafts,
+        overlapped=seconds[1] if overlap else 0.0, saved=saved,
+    )  # fmt: skip
 
 
 def lone(model: Described, rank: int = 0) -> DeviceCollective:

@@ -15,7 +15,7 @@ from ..runtime.parallel.region import Region
 from ..runtime.parallel.shared import SharedFile
 from ..runtime.parallel.ways import open_way
 from .device_timing import Together
-from .launch_file import LaunchTime
+from .launch_file import Edge, LaunchTime
 from .pair import MEETING_SECONDS, WAIT_SECONDS, part
 
 
@@ -41,6 +41,13 @@ class Pair:
             mine if not mine.seconds or mine.seconds >= other.seconds > 0 else other
             for mine, other in zip(launches, theirs, strict=True)
         ]
+
+    def lesser(self, edges: list[Edge]) -> list[Edge]:
+        """Of each edge what it saves on the rank where that is less; those that both have measured."""
+        theirs = msgspec.json.decode(exchange_bytes(self._mailbox, msgspec.json.encode(edges)), type=list[Edge])
+        table = {(one.key, *one.after, one.nbytes): one for one in theirs}
+        pairs = ((one, table.get((one.key, *one.after, one.nbytes))) for one in edges)
+        return [min(mine, other, key=lambda one: one.saved) for mine, other in pairs if other is not None]
 
     def close(self) -> None:
         """Part from the other rank, once both have come to it."""

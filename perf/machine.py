@@ -58,6 +58,17 @@ def read_machine(device: torch.device) -> Machine:
     )
 
 
+def machine_of(device: torch.device) -> Machine:
+    """Facts of a device; of one without a card only what a figure of a trial needs. Raises as `read_machine`."""
+    if device.type == "cuda":
+        return read_machine(device)
+    return Machine(
+        card="none: references on the CPU", capability=(0, 0), multiprocessors=0, core_mhz=0, memory_mhz=0, bus_bits=0,
+        l2_bytes=0, memory_bytes=0, driver=None, torch=str(torch.__version__), cuda=None, duovolt=__version__,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )  # fmt: skip
+
+
 def _attribute(index: int, name: str) -> int:
     try:
         from cuda.bindings import driver

@@ -4,7 +4,8 @@
 
 curve is the card's plain read (or its own linears') with the launch in it, share what a kernel family is known to reach of
 it. Where a model's own launches were measured alone, theirs are taken, and gap is what a few layers in a row took beyond
-their sum. A round yields lanes * (1 + drafts * acceptance) tokens.
+their sum. Where launches overlap, each begins early and saves what the same launch behind the same two others was measured
+to save (perf/savings.py). A round yields lanes * (1 + drafts * acceptance) tokens.
 """
 
 import math
@@ -16,16 +17,20 @@ from .launch_file import is_within
 from .ledger import FAMILIES, Launch, Ledger
 
 CODE, CHINESE = 0.77, 0.46  # acceptance of three drafts, as published for the 27B
-HOST, GAPS, REPLAY = "host", "gaps", "replay"
+HOST, GAPS, REPLAY, OVERLAP = "host", "gaps", "replay", "overlap"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is not in the ledger: `acceptance` of drafts, `link` between ranks, host time a round that nothing hides."""
+    """What is not in the ledger: `acceptance` of drafts, `link` between ranks, host time a round that nothing hides.
+
+    `overlap`: launches begin before the one before has ended, where the card can (`serve --graphs on`).
+    """
 
     acceptance: float = CODE
     link: str = "none"
     host_us: float = 0.0
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -36,7 +41,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Forecast:
-    """`families`: name -> (launches, bytes, seconds) in a round, collectives and host among them."""
+    """`families`: name -> (launches, bytes, seconds) in a round, collectives and host among them. What overlap
+    saves is below 0 there."""
 
     card: Card
     ledger: Ledger
@@ -74,7 +80,10 @@ def forecast(ledger: Ledger, card: Card, setting: Setting) -> Forecast:
         if mine:
             moved = sum(launch.moved + launch.message for launch in mine)
             families[family] = len(mine), moved, sum(_seconds(launch, card, setting) for launch in mine)
-    if gap := card.gap(ledger):
+    if setting.overlap and card.savings:
+        count, saved = card.savings.of_round([one for one in card.calls(ledger) if _is_called(one, setting)])
+        families[OVERLAP] = count, 0.0, -saved
+    if gap := card.gap(ledger, setting.overlap):
         families[GAPS] = 0, 0.0, gap * sum(_is_apart(launch, card, setting) for launch in ledger.launches)
     if card.replay:
         families[REPLAY] = 0, 0.0, card.replay
@@ -88,6 +97,11 @@ def _is_apart(launch: Launch, card: Card, setting: Setting) -> bool:
     if launch.family == "collective":
         return setting.link == MEASURED
     return not is_within(launch, card.exact)
+
+
+def _is_called(launch: Launch, setting: Setting) -> bool:
+    """Where no link is there, nothing is exchanged."""
+    return launch.family != "collective" or setting.link != "none"
 
 
 def _seconds(launch: Launch, card: Card, setting: Setting) -> float:

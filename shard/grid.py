@@ -4,18 +4,22 @@ Canonical: a cell is one element with all its inner axes. Tile layouts: a cell i
 copies tiles and decodes nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..checkpoint import container
 from ..checkpoint.container import ITEMSIZE, TensorEntry
+from ..checkpoint.direct import SLACK, DirectFile
 from ..checkpoint.layouts import ROWS, layout_named
+from .rooms import Room, Rooms
 
 Ranges = tuple[tuple[int, int], ...]
 
 BAND_BYTES = 8 << 20  # read at a time: large and sequential
+READERS = 2  # bands that are being read at a time
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,24 @@ def grid_of(layout: str, dtype: str, canonical_shape: tuple[int, ...]) -> Grid:
     return Grid((rows // ROWS, columns * size // group), ROWS * group, (ROWS, group // size))
 
 
-class BandReader:
-    """Reads a stored tensor once, in order, as bands of whole grid rows.
+@dataclass(frozen=True)
+class Band:
+    """Cells uint8 [rows, columns, cell bytes] from grid row `first` on, as they stand in `room`."""
 
-    `room` gives a buffer of so many bytes, whose last content nobody needs any more. `seen` is called with each band's
-    bytes before the band is handed out; it may leave its work to another thread, so that the disk never waits for it.
+    first: int
+    cells: np.ndarray
+    room: Room
+
+    @property
+    def raw(self) -> np.ndarray:
+        """The same bytes, as they came from the file."""
+        return self.cells.reshape(-1)
+
+
+class BandReader:
+    """Reads a stored tensor once, in order, as bands of whole grid rows; `readers` are always some bands ahead.
+
+    A network disk's answer to one request is then on its way while another is asked for.
     """
 
     def __init__(
@@ -70,29 +87,41 @@ class BandReader:
         entry: TensorEntry,
         layout: str,
         canonical_shape: tuple[int, ...],
-        room: Callable[[int], np.ndarray],
-        seen: Callable[[np.ndarray], None],
+        rooms: Rooms,
+        readers: ThreadPoolExecutor,
     ) -> None:
-        self.entry, self.room, self.seen = entry, room, seen
+        self.entry, self.rooms, self.readers = entry, rooms, readers
         self.tile = layout_named(layout)
         self.grid = grid_of(layout, entry.dtype, canonical_shape)
         self.canonical_grid = grid_of("canonical", entry.dtype, canonical_shape)
 
-    def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(first grid row, cells uint8 [rows, columns, cell bytes])."""
+    def __iter__(self) -> Iterator[Band]:
         row_bytes, rows = self.grid.row_bytes, self.grid.cells[0]
         rows_a_band = max(1, BAND_BYTES // max(1, row_bytes))
-        with container.TensorFile(self.entry) as file:
-            for first in range(0, rows, rows_a_band):
-                count = min(rows_a_band, rows - first)
-                raw = self.room(count * row_bytes)
-                file.read_into(raw)
-                self.seen(raw)
-                yield first, raw.reshape(count, self.grid.cells[1], self.grid.cell_bytes)
+        ahead: deque[Future[Band]] = deque()
+        with DirectFile(self.entry.path) as file:
+            try:
+                for first in range(0, rows, rows_a_band):
+                    count = min(rows_a_band, rows - first)
+                    room = self.rooms.next(count * row_bytes + SLACK)
+                    ahead.append(self.readers.submit(self._read, file, first, count, room))
+                    if len(ahead) == READERS:
+                        yield ahead.popleft().result()
+                while ahead:
+                    yield ahead.popleft().result()
+            finally:
+                wait(ahead)  # the file stays open for them
 
-    def canonical(self, first: int, band: np.ndarray) -> tuple[int, np.ndarray]:
+    def _read(self, file: DirectFile, first: int, count: int, room: Room) -> Band:
+        row_bytes = self.grid.row_bytes
+        raw = file.read(self.entry.begin + first * row_bytes, count * row_bytes, room.buffer)
+        return Band(first, raw.reshape(count, self.grid.cells[1], self.grid.cell_bytes), room)
+
+    def canonical(self, band: Band) -> tuple[int, np.ndarray]:
         """A band of tiles with its layout undone, as (first canonical row, canonical cells)."""
         if self.tile is None:
-            return first, band
-        rows = self.tile.invert(band.reshape(len(band), self.grid.cells[1], ROWS, -1))
-        return first * ROWS, rows.reshape(len(rows), *self.canonical_grid.cells[1:], self.canonical_grid.cell_bytes)
+            return band.first, band.cells
+        rows = self.tile.invert(band.cells.reshape(len(band.cells), self.grid.cells[1], ROWS, -1))
+        return band.first * ROWS, rows.reshape(
+            len(rows), *self.canonical_grid.cells[1:], self.canonical_grid.cell_bytes
+        )

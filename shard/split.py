@@ -24,7 +24,7 @@ from ..checkpoint.stage import StageDirectory, disk_errors, recheck_finished, re
 from ..checkpoint.writer import Planned, ShardWriter, noted_digests
 from ..model.config import ModelConfig
 from ..model.partition import MAX_RANKS
-from .grid import BandReader, Grid
+from .grid import READERS, BandReader, Grid
 from .plan import RankPart, check_headers, plan_rank
 from .rooms import Rooms
 
@@ -117,7 +117,9 @@ class _Splitter:
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, tp: int, advance: Advance) -> None:
         self.checkpoint, self.manifest, self.tp, self.advance = checkpoint, manifest, tp, advance
 
-    def cut(self, name: str, takers: list[_Taker], rooms: Rooms, digesting: ThreadPoolExecutor) -> None:
+    def cut(
+        self, name: str, takers: list[_Taker], rooms: Rooms, readers: ThreadPoolExecutor, digesting: ThreadPoolExecutor
+    ) -> None:
         """Stream one converted tensor to every writer. Raises CheckFailed if it is not what its digest says."""
         entry, record = self.checkpoint.tensors[name], self.manifest.tensors[name]
         if any(taker.writer.is_resumed for taker in takers):
@@ -127,23 +129,20 @@ class _Splitter:
                 self.advance(entry.nbytes)
                 return
         digest = xxhash.xxh3_128()
-        digested: list[Future[None]] = []
-
-        def take_digest(raw: np.ndarray) -> None:
-            digested[:] = [digesting.submit(digest.update, raw.data)]  # the last one ends last
-            rooms.hold(digested)
-
-        reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms.next, take_digest)
+        reader = BandReader(entry, record.layout, tuple(record.canonical_shape), rooms, readers)
         whole = [taker for taker in takers if taker.parts[name].layout == record.layout]
         undone = [taker for taker in takers if taker.parts[name].layout != record.layout]
-        for first, band in reader:
-            rooms.hold(taker.submit(name, reader.grid, first, band) for taker in whole)
+        digested: Future[None] | None = None
+        for band in reader:
+            digested = digesting.submit(digest.update, band.raw.data)
+            band.room.hold([digested])
+            band.room.hold(taker.submit(name, reader.grid, band.first, band.cells) for taker in whole)
             if undone:
-                at, cells = reader.canonical(first, band)
-                rooms.hold(taker.submit(name, reader.canonical_grid, at, cells) for taker in undone)
-            self.advance(band.nbytes)
-        for last in digested:
-            last.result()
+                at, cells = reader.canonical(band)
+                band.room.hold(taker.submit(name, reader.canonical_grid, at, cells) for taker in undone)
+            self.advance(band.cells.nbytes)
+        if digested is not None:
+            digested.result()  # the last one ends last
         if digest.hexdigest() != record.digest:
             raise CheckFailed(
                 f"{entry.path}: tensor {name!r} has digest {digest.hexdigest()}, the manifest says {record.digest}: the "
@@ -151,8 +150,8 @@ class _Splitter:
             )
 
     def write_file(self, name: str, tensors: list[Planned], ranks: list[_Rank]) -> None:
-        """Write one file of the plan in each of `ranks`: this thread reads and does nothing else, so that the disk is
-        always at work; one checks what was read, and one a rank cuts, digests and writes."""
+        """Write one file of the plan in each of `ranks`: threads that only read keep the disk at work, one checks what was
+        read, and one a rank cuts, digests and writes."""
         with ExitStack() as open_files:
             writers = [
                 ShardWriter(
@@ -170,9 +169,10 @@ class _Splitter:
                     for rank, writer in zip(ranks, writers, strict=True)
                 ]
                 digesting = threads.enter_context(ThreadPoolExecutor(1))
+                readers = threads.enter_context(ThreadPoolExecutor(READERS))
                 rooms = Rooms()
                 for tensor in tensors:
-                    self.cut(tensor.name, takers, rooms, digesting)
+                    self.cut(tensor.name, takers, rooms, readers, digesting)
                 rooms.drain()
             records = [writer.close() for writer in writers]
         for rank, writer, record in zip(ranks, writers, records, strict=True):

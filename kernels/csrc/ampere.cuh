@@ -29,6 +29,16 @@ __device__ __forceinline__ void copy_once(SharedAddress shared, const unsigned c
                  : "memory");
 }
 
+// The same by lanes that `wanted` is true for, without a branch.
+__device__ __forceinline__ void copy_once_if(bool wanted, SharedAddress shared, const unsigned char *global) {
+    unsigned long long first_to_leave;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
+    asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %3, 0;\n"
+                 " @wanted cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;}" ::"r"(shared),
+                 "l"(global), "l"(first_to_leave), "r"(static_cast<int>(wanted))
+                 : "memory");
+}
+
 // 16 zeros in place of what is not there; `global` is any valid address.
 __device__ __forceinline__ void zero_async(SharedAddress shared, const unsigned char *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, 0;" ::"r"(shared), "l"(global) : "memory");

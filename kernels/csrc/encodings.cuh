@@ -1,10 +1,10 @@
 // What one lane holds of one row of a tile, for each encoding: 16 values times a power of two, as fp16 pairs.
 //
-// kBytes: of a row of a tile. kTurn: tiles that a warp takes at a time. kUnit: the power of two that the decoders leave out. kTileStride: of tiles in shared memory,
-// such that the lanes' reads of four tiles meet all banks. kStages: of the ring of such tiles. `load` reads global memory,
-// `take` a tile in shared memory, or `take_two` two rows of it; `prepare` comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and
-// `arrange` the activations of eight columns in the same order. `drop_lower` puts columns
-// 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
+// kBytes: of a row of a tile. kTurn: tiles that a warp takes at a time. kUnit: the power of two that the decoders leave out.
+// kPairs: whether gate and up may stand side by side. kStages: turns in a warp's ring of tiles in shared memory; kHalfStages: where they hold half a band. `load` reads global
+// memory, `take` the row at an address of shared memory whose tiles hold kHeld rows, or `take_two` it and the next; `prepare`
+// comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and `arrange` the activations of eight columns in
+// the same order. `drop_lower` puts columns 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
 #pragma once
 #include "decode.cuh"
 #include "half.cuh"
@@ -18,8 +18,17 @@
 #ifndef NVFP4_STAGES
 #define NVFP4_STAGES 2
 #endif
+#ifndef NVFP4_HALF_STAGES
+#define NVFP4_HALF_STAGES 3
+#endif
 #ifndef FP8_STAGES
 #define FP8_STAGES 3
+#endif
+#ifndef FP8_HALF_STAGES
+#define FP8_HALF_STAGES 4
+#endif
+#ifndef FP8_MIXED_STAGES
+#define FP8_MIXED_STAGES 2
 #endif
 #ifndef HALF_STAGES
 #define HALF_STAGES 2
@@ -28,10 +37,9 @@
 struct Nvfp4 {
     static constexpr int kBytes = 8;
     static constexpr float kUnit = 256.0f;
-    static constexpr bool kBlocks = false, kGroupScales = true;
-    static constexpr int kTileStride = kRows * kBytes + kRows; // the tile's scales behind its codes
+    static constexpr bool kBlocks = false, kGroupScales = true, kPairs = true;
     static constexpr int kTurn = NVFP4_TURN;
-    static constexpr int kStages = NVFP4_STAGES;
+    static constexpr int kStages = NVFP4_STAGES, kHalfStages = NVFP4_HALF_STAGES, kMixedStages = kStages;
 
     uint2 codes;
     unsigned factor;
@@ -42,9 +50,9 @@ struct Nvfp4 {
     }
 
     // A row and the next, by one read: their words stand together, and so do their scales.
-    __device__ static void take_two(SharedAddress tile, int row, Nvfp4 &upper, Nvfp4 &lower) {
-        const uint4 words = shared_16(tile + row * kBytes);
-        const unsigned scales = shared_2(tile + kRows * kBytes + row);
+    __device__ static void take_two(SharedAddress row, SharedAddress row_scales, Nvfp4 &upper, Nvfp4 &lower) {
+        const uint4 words = shared_16(row);
+        const unsigned scales = shared_2(row_scales);
         upper.codes = {words.x, words.y};
         upper.factor = scales & 0xFFu;
         lower.codes = {words.z, words.w};
@@ -73,10 +81,9 @@ struct Nvfp4 {
 struct Fp8 {
     static constexpr int kBytes = 16;
     static constexpr float kUnit = 256.0f;
-    static constexpr bool kBlocks = false, kGroupScales = false;
-    static constexpr int kTileStride = kRows * kBytes + 32;
+    static constexpr bool kBlocks = false, kGroupScales = false, kPairs = true;
     static constexpr int kTurn = 4;
-    static constexpr int kStages = FP8_STAGES;
+    static constexpr int kStages = FP8_STAGES, kHalfStages = FP8_HALF_STAGES, kMixedStages = FP8_MIXED_STAGES;
 
     uint4 values;
 
@@ -84,7 +91,7 @@ struct Fp8 {
         return {__ldcs(reinterpret_cast<const uint4 *>(words) + lane)};
     }
 
-    __device__ static Fp8 take(SharedAddress tile, int row) { return {shared_16(tile + row * kBytes)}; }
+    template <int kHeld> __device__ static Fp8 take(SharedAddress row) { return {shared_16(row)}; }
 
     __device__ void prepare() {}
 
@@ -107,22 +114,21 @@ struct Fp8 {
 
 // The same words; sums of a turn are multiplied by the scale of their block.
 struct Fp8Blocks : Fp8 {
-    static constexpr bool kBlocks = true;
+    static constexpr bool kBlocks = true, kPairs = false;
 
     __device__ static Fp8Blocks load(const unsigned char *words, const unsigned char *scales, size_t lane) {
         return {Fp8::load(words, scales, lane)};
     }
 
-    __device__ static Fp8Blocks take(SharedAddress tile, int row) { return {Fp8::take(tile, row)}; }
+    template <int kHeld> __device__ static Fp8Blocks take(SharedAddress row) { return {Fp8::take<kHeld>(row)}; }
 };
 
 struct Half {
     static constexpr int kBytes = 32;
     static constexpr float kUnit = 1.0f;
-    static constexpr bool kBlocks = false, kGroupScales = false;
-    static constexpr int kTileStride = kRows * kBytes + 32;
+    static constexpr bool kBlocks = false, kGroupScales = false, kPairs = false;
     static constexpr int kTurn = 4;
-    static constexpr int kStages = HALF_STAGES;
+    static constexpr int kStages = HALF_STAGES, kMixedStages = kStages;
 
     uint4 low, high; // columns 0..7 and 8..15: halves of a tile, each [32 lanes, 16 bytes]
 
@@ -131,8 +137,8 @@ struct Half {
         return {__ldcs(half), __ldcs(half + kRows)};
     }
 
-    __device__ static Half take(SharedAddress tile, int row) {
-        return {shared_16(tile + row * 16), shared_16(tile + (kRows + row) * 16)};
+    template <int kHeld> __device__ static Half take(SharedAddress row) {
+        return {shared_16(row), shared_16(row + kHeld * 16)};
     }
 
     __device__ void prepare() {}

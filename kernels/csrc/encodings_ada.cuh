@@ -10,8 +10,8 @@ struct AdaNvfp4 : Nvfp4 {
     // and other bits of the word in between and at the end.
     unsigned even[2], odd[2];
 
-    __device__ static void take_two(SharedAddress tile, int row, AdaNvfp4 &upper, AdaNvfp4 &lower) {
-        Nvfp4::take_two(tile, row, upper, lower);
+    __device__ static void take_two(SharedAddress row, SharedAddress row_scales, AdaNvfp4 &upper, AdaNvfp4 &lower) {
+        Nvfp4::take_two(row, row_scales, upper, lower);
         const unsigned factors = e4m3_pair(static_cast<unsigned short>(upper.factor | lower.factor << 8));
         upper.factor = both_lower(factors);
         lower.factor = both_upper(factors);
@@ -38,7 +38,7 @@ struct AdaNvfp4 : Nvfp4 {
 struct AdaFp8 : Fp8 {
     static constexpr float kUnit = 1.0f;
 
-    __device__ static AdaFp8 take(SharedAddress tile, int row) { return {Fp8::take(tile, row)}; }
+    template <int kHeld> __device__ static AdaFp8 take(SharedAddress row) { return {Fp8::take<kHeld>(row)}; }
 
     // Columns (0, 2) and (1, 3) of four, which stand in one half-word; the activations are paired likewise.
     __device__ void quarter(int j, unsigned &first, unsigned &second) const {
@@ -54,7 +54,7 @@ struct AdaFp8 : Fp8 {
 };
 
 struct AdaFp8Blocks : AdaFp8 {
-    static constexpr bool kBlocks = true;
+    static constexpr bool kBlocks = true, kPairs = false;
 
-    __device__ static AdaFp8Blocks take(SharedAddress tile, int row) { return {AdaFp8::take(tile, row)}; }
+    template <int kHeld> __device__ static AdaFp8Blocks take(SharedAddress row) { return {AdaFp8::take<kHeld>(row)}; }
 };

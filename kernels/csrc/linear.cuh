@@ -18,11 +18,13 @@ using Fp8BlocksLane = Fp8Blocks;
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #include "linear_ampere.cuh"
-template <class Weight, int kTiles, bool> using Turns = AmpereTurns<Weight, kTiles>;
+template <class Weight, int kTiles, bool, Form kForm, int kStages>
+using Turns = AmpereTurns<Weight, kTiles, kForm, kStages>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
+constexpr int kHalfBlocks[] = {4, 3, 2}; // of those that hold half a band
 #else
 #include "linear_volta.cuh"
-template <class Weight, int kTiles, bool kAhead> using Turns = VoltaTurns<Weight, kTiles, kAhead>;
+template <class Weight, int kTiles, bool kAhead, Form, int> using Turns = VoltaTurns<Weight, kTiles, kAhead>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
 #endif
 
@@ -39,27 +41,29 @@ __device__ __forceinline__ unsigned short saturated(float value, unsigned *overf
     return static_cast<unsigned short>(half_bits(value));
 }
 
-// Sums of one band, a warp's part each, then the gates of SwiGLU. One word of padding a row, against lanes that would meet
-// in one bank.
-template <int kTiles> using Partial = float[kWarps + 1][kTiles * kTokens][kRows + 1];
+// Sums of one band or half of one, a warp's part each, then the gates of SwiGLU. One word of padding a row, against lanes
+// that would meet in one bank.
+template <int kTiles, int kHeld> using Partial = float[kWarps + 1][kTiles * kTokens][kHeld + 1];
 
-// The products of one warp with one band.
-template <class Weight, int kTiles, bool kAhead>
-__device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &task, const Matrix &matrix, int band,
-                              Partial<kTiles> &partial) {
+// The products of one warp with one item.
+template <class Weight, int kTiles, class Walk>
+__device__ void multiply_band(Walk &walk, const Task &task, const Matrix &matrix, int band,
+                              Partial<kTiles, Walk::kHeld> &partial) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    float sum[kTiles][8] = {};
+    constexpr int kSums = Walk::kHeld / 4;
+    float sum[kTiles][kSums] = {};
 #pragma unroll 1
     for (int turn = warp; turn < walk.ahead.turns(); turn += kWarps) {
         if (Weight::kBlocks) {
             const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
             const float scale = __ldg(matrix.block_scales + block);
-            float products[kTiles][8] = {};
+            float products[kTiles][kSums] = {};
             walk.multiply(products, turn);
 #pragma unroll
-            for (int index = 0; index < kTiles * 8; ++index) {
-                sum[index / 8][index % 8] = fmaf(scale, products[index / 8][index % 8], sum[index / 8][index % 8]);
+            for (int index = 0; index < kTiles * kSums; ++index) {
+                float &total = sum[index / kSums][index % kSums];
+                total = fmaf(scale, products[index / kSums][index % kSums], total);
             }
         } else {
             walk.multiply(sum, turn);
@@ -68,31 +72,36 @@ __device__ void multiply_band(Turns<Weight, kTiles, kAhead> &walk, const Task &t
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int token = tile * kTokens + Turns<Weight, kTiles, kAhead>::token(lane, i);
+        for (int i = 0; i < kSums; ++i) {
+            const int token = tile * kTokens + Walk::token(lane, i);
             if (token < task.tokens) {
-                partial[warp][token][Turns<Weight, kTiles, kAhead>::row(lane, i)] = sum[tile][i];
+                partial[warp][token][Walk::row(lane, i)] = sum[tile][i];
             }
         }
     }
 }
 
 // One output: the warps' sums in order, times the scale of the row.
-template <class Weight, int kTiles>
-__device__ float total(const Partial<kTiles> &partial, const Matrix &matrix, int token, int band_row, int row) {
-    float sum = partial[0][token][band_row];
+template <class Weight, int kTiles, int kHeld>
+__device__ float total(const Partial<kTiles, kHeld> &partial, const Matrix &matrix, int token, int held_row, int row) {
+    const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
+    float sum = partial[0][token][held_row];
 #pragma unroll
     for (int part = 1; part < kWarps; ++part) {
-        sum += partial[part][token][band_row];
+        sum += partial[part][token][held_row];
     }
-    const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
     return sum * Weight::kUnit * scale;
 }
 
-__device__ __forceinline__ void store(const Task &task, const Matrix &matrix, int token, int row, float value) {
-    const size_t place = static_cast<size_t>(token) * matrix.out_stride + row;
-    if (matrix.residual != nullptr) {
-        value += matrix.residual[place];
+__device__ __forceinline__ size_t place_of(const Matrix &matrix, int token, int row) {
+    return static_cast<size_t>(token) * matrix.out_stride + row;
+}
+
+__device__ __forceinline__ void store(const Task &task, const Matrix &matrix, int token, int row, float value,
+                                      float residual) {
+    const size_t place = place_of(matrix, token, row);
+    if (matrix.residual != nullptr) { // minus zero would not survive adding nothing
+        value += residual;
     }
     if (task.epilogue == kFloat) {
         static_cast<float *>(matrix.out)[place] = value;
@@ -102,84 +111,126 @@ __device__ __forceinline__ void store(const Task &task, const Matrix &matrix, in
 }
 
 // Brings what `finish` will read near: from memory it would come late, at the very end.
-__device__ __forceinline__ void prefetch_rest(const Task &task, const Matrix &matrix, int band) {
-    const int row = band * kRows;
+__device__ __forceinline__ void prefetch_rest(const Task &task, const Matrix &matrix, int first_row) {
     if (threadIdx.x == 0 && matrix.scale_stride == 1) {
-        prefetch(matrix.scale + row);
+        prefetch(matrix.scale + first_row);
     }
     if (matrix.residual != nullptr && threadIdx.x < task.tokens) {
-        prefetch(matrix.residual + static_cast<size_t>(threadIdx.x) * matrix.out_stride + row);
+        prefetch(matrix.residual + static_cast<size_t>(threadIdx.x) * matrix.out_stride + first_row);
     }
 }
 
-// What follows the product: one band's outputs, or its gates.
-template <class Weight, int kTiles>
-__device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, int band, int part,
-                                       Partial<kTiles> &partial) {
-    for (int index = threadIdx.x; index < task.tokens * kRows; index += blockDim.x) {
-        const int token = index / kRows, band_row = index % kRows, row = band * kRows + band_row;
+__device__ __forceinline__ float silu(float value) { return value / (1.0f + expf(-value)); }
+
+// What follows the product: the outputs of one band or half of one, or its gates.
+template <class Weight, int kTiles, int kHeld>
+__device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, int first_row, int part,
+                                       Partial<kTiles, kHeld> &partial) {
+    for (int index = threadIdx.x; index < task.tokens * kHeld; index += blockDim.x) {
+        const int token = index / kHeld, band_row = index % kHeld, row = first_row + band_row;
         if (row < matrix.rows) {
-            const float value = total<Weight, kTiles>(partial, matrix, token, band_row, row);
+            // Asked for first: it comes while the sums are added.
+            const float residual = matrix.residual == nullptr ? 0.0f : matrix.residual[place_of(matrix, token, row)];
+            const float value = total<Weight, kTiles, kHeld>(partial, matrix, token, band_row, row);
             float &gate = partial[kWarps][token][band_row];
             if (task.epilogue != kSwiglu) {
-                store(task, matrix, token, row, value);
+                store(task, matrix, token, row, value, residual);
             } else if (part == 0) {
-                gate = value / (1.0f + expf(-value));
+                gate = silu(value);
             } else {
-                store(task, matrix, token, row, gate * value);
+                store(task, matrix, token, row, gate * value, residual);
             }
         }
     }
 }
 
-template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes <= 16 && !Weight::kBlocks>
+// The same for sixteen rows of gate that stand above the sixteen of up.
+template <class Weight, int kTiles, int kHeld>
+__device__ __forceinline__ void finish_pairs(const Task &task, int first_row, Partial<kTiles, kHeld> &partial) {
+    const Matrix &gates = task.matrix[0], &ups = task.matrix[1];
+    for (int index = threadIdx.x; index < task.tokens * kHalfRows; index += blockDim.x) {
+        const int token = index / kHalfRows, own = index % kHalfRows, row = first_row + own;
+        if (row < gates.rows) {
+            const float gate = total<Weight, kTiles, kHeld>(partial, gates, token, own, row);
+            const float up = total<Weight, kTiles, kHeld>(partial, ups, token, own + kHalfRows, row);
+            store(task, ups, token, row, silu(gate) * up, 0.0f);
+        }
+    }
+}
+
+// kForm, kStages: of `AmpereTurns`; sm_70 has bands and no ring.
+template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes <= 16 && !Weight::kBlocks,
+          Form kForm = Weight::kPairs ? kPaired : kWhole, int kStages = Weight::kStages>
 __device__ __forceinline__ void run(const Task &task, Items items) {
-    Partial<kTiles> &partial = *reinterpret_cast<Partial<kTiles> *>(dynamic_shared());
-    Turns<Weight, kTiles, kAhead> walk(task, items, dynamic_shared() + sizeof(Partial<kTiles>));
+    using Own = Turns<Weight, kTiles, kAhead, kForm, kStages>;
+    using Sums = Partial<kTiles, Own::kHeld>;
+    Sums &partial = *reinterpret_cast<Sums *>(dynamic_shared());
+    Own walk(task, items, dynamic_shared() + sizeof(Sums));
     take_over(); // weights are on their way; what else is read, the launch before may have written
+    const bool whole = Own::whole(task); // bands
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
 #pragma unroll 1
-        for (int part = 0; part <= (task.epilogue == kSwiglu ? 1 : 0); ++part) {
+        for (int part = 0; part < Own::parts_of(task); ++part) {
             int band;
-            const Matrix &matrix = matrix_of(task, item, part, band);
+            const Matrix &matrix = matrix_of(task, whole ? item : item / 2, part, band);
             if (kTiles < 3) { // for three, its registers would be one too many on sm_70
-                prefetch_rest(task, matrix, band);
+                prefetch_rest(task, matrix, band * kRows + (whole ? 0 : item % 2 * kHalfRows));
             }
-            multiply_band<Weight, kTiles, kAhead>(walk, task, matrix, band, partial);
+            multiply_band<Weight, kTiles>(walk, task, matrix, band, partial);
             __syncthreads();
-            finish<Weight, kTiles>(task, matrix, band, part, partial);
+            const int first_row = band * kRows + (whole ? 0 : item % 2 * kHalfRows);
+            if (kForm == kPaired && !whole) {
+                finish_pairs<Weight, kTiles, Own::kHeld>(task, first_row, partial);
+            } else {
+                finish<Weight, kTiles, Own::kHeld>(task, matrix, first_row, part, partial);
+            }
             __syncthreads(); // before the next band's sums
         }
     }
 }
 
 // Matrices of different encodings. A block has one item, so that the encodings share no state and no register is spilled.
+template <class Weight, int kTiles> __device__ __forceinline__ void run_one(const Task &task, int item) {
+    run<Weight, kTiles, false, kWhole, Weight::kMixedStages>(task, {item, item + 1, 1});
+}
 template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, Items items) {
-    const Items one = {items.first, items.first + 1, 1};
     int band;
     switch (matrix_of(task, items.first, 0, band).encoding) {
     case kNvfp4:
-        run<Fp4Lane, kTiles, false>(task, one);
+        run_one<Fp4Lane, kTiles>(task, items.first);
         break;
     case kFp8:
-        run<Fp8Lane, kTiles, false>(task, one);
+        run_one<Fp8Lane, kTiles>(task, items.first);
         break;
     case kFp8Blocks:
-        run<Fp8BlocksLane, kTiles, false>(task, one);
+        run_one<Fp8BlocksLane, kTiles>(task, items.first);
         break;
     default:
-        run<Half, kTiles, false>(task, one);
+        run_one<Half, kTiles>(task, items.first);
     }
+}
+
+// Half a band an item.
+template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(const Task &task, Items items) {
+    run<Weight, kTiles, false, kHalved, Weight::kHalfStages>(task, items);
 }
 
 #define LINEAR(name, call, blocks_a_sm)                                                                                \
     extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks_a_sm) name(const __grid_constant__ Task task) {   \
         call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
     }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define HALVES(tokens, tiles)                                                                                          \
+    LINEAR(linear_nvfp4_halves_##tokens, (run_halves<Fp4Lane, tiles>), kHalfBlocks[tiles - 1])                            \
+    LINEAR(linear_fp8_halves_##tokens, (run_halves<Fp8Lane, tiles>), kHalfBlocks[tiles - 1])
+#else
+#define HALVES(tokens, tiles)
+#endif
 #define LINEARS(tokens, tiles)                                                                                         \
     LINEAR(linear_nvfp4_##tokens, (run<Fp4Lane, tiles>), kBlocks[tiles - 1])                                             \
     LINEAR(linear_fp8_##tokens, (run<Fp8Lane, tiles>), kBlocks[tiles - 1])                                                 \
     LINEAR(linear_fp8_blocks_##tokens, (run<Fp8BlocksLane, tiles>), tiles == 3 ? 1 : kBlocks[tiles - 1])                   \
     LINEAR(linear_half_##tokens, (run<Half, tiles>), tiles == 3 ? 1 : 2)                                                                \
-    LINEAR(linear_any_##tokens, run_any<tiles>, tiles == 3 ? 1 : 2)
+    LINEAR(linear_any_##tokens, run_any<tiles>, tiles == 3 ? 1 : 2)                                                                       \
+    HALVES(tokens, tiles)

@@ -3,12 +3,15 @@
 #pragma once
 
 constexpr int kRows = 32;    // rows of a band: the lanes of a warp
+constexpr int kHalfRows = 16; // rows of half a band: of one tensor-core product on sm_80 and newer
 constexpr int kColumns = 16; // columns of a tile: one nvfp4 group
 constexpr int kTokens = 8;   // tokens of one tensor-core product
 constexpr int kWarps = 8;    // of an item, parts of K: they fix the order of additions, and so the bits
 constexpr int kMatrices = 8; // of one launch
 
 enum Encoding { kNvfp4, kFp8, kFp8Blocks, kHalf };
+// What the items of a kernel are: bands; bands, or sixteen rows of gate and the same of up; halves of bands.
+enum Form { kWhole, kPaired, kHalved };
 enum Epilogue { kFloat, kHalfOut, kSwiglu };
 
 struct Matrix {
@@ -33,10 +36,10 @@ struct Task {
     unsigned *overflows;     // counts fp16 outputs cut off at +-65504, or null
     int tokens;
     int groups;
-    int items; // bands, or pairs of bands for SwiGLU: gate of matrix 0, up of matrix 1
+    int items; // bands, or pairs of bands for SwiGLU: gate of matrix 0, up of matrix 1; twice as many of 16 rows
     int matrices;
     int epilogue;
-    int reserved;
+    int rows; // of an item: 32, or 16, half a band each, where the code can (sm_80 and newer)
     Matrix matrix[kMatrices];
 };
 
@@ -63,44 +66,30 @@ template <int kTurn> struct Walk {
     const Task &task;
     const Items items;
     int item, part, turn;
-    const unsigned char *words, *group_scales;
-    long long first_tile; // of the band
 
     __device__ Walk(const Task &task, Items items)
         : task(task), items(items), item(items.first), part(0), turn(static_cast<int>(threadIdx.x / 32)) {
         if (turn >= turns()) {
             item = items.end; // a warp without work
         }
-        find_band();
     }
 
     __device__ int turns() const { return (task.groups + kTurn - 1) / kTurn; }
     __device__ bool done() const { return item >= items.end; }
 
-    // True if another band begins.
-    __device__ bool next() {
+    // True if another band begins, which `first` is the warp's first turn of. `single`: an item has one.
+    __device__ bool next(int first, bool single) {
         turn += kWarps;
         if (turn < turns()) {
             return false;
         }
-        turn = static_cast<int>(threadIdx.x / 32);
-        if (task.epilogue != kSwiglu || part == 1) {
+        turn = first;
+        if (single || part == 1) {
             item += items.step;
             part = 0;
         } else {
             part = 1;
         }
-        find_band();
         return true;
-    }
-
-    __device__ void find_band() {
-        if (!done()) {
-            int band;
-            const Matrix &matrix = matrix_of(task, item, part, band);
-            words = matrix.words;
-            group_scales = matrix.group_scales;
-            first_tile = static_cast<long long>(band) * task.groups;
-        }
     }
 };

@@ -7,15 +7,33 @@
 // kAhead: the next turn is loaded before this one is multiplied, for twice the registers.
 template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
     static constexpr int kTurn = 4;
+    static constexpr int kHeld = kRows;
 
     Walk<kTurn> ahead;
+    const unsigned char *words, *group_scales;
+    long long first_tile; // of the band
     Weight next[kTurn];
     int lane;
 
-    __device__ VoltaTurns(const Task &task, Items items, unsigned char *)
-        : ahead(task, items), lane(kept(threadIdx.x % 32)) {
+    __device__ VoltaTurns(const Task &task, Items items, unsigned char *) : ahead(task, items) {
+        find_band();
+        lane = kept(threadIdx.x % 32);
         if (kAhead) {
             load();
+        }
+    }
+
+    // Every item is a band, or gate and up of one.
+    __device__ static bool whole(const Task &) { return true; }
+    __device__ static int parts_of(const Task &task) { return task.epilogue == kSwiglu ? 2 : 1; }
+
+    __device__ void find_band() {
+        if (!ahead.done()) {
+            int band;
+            const Matrix &matrix = matrix_of(ahead.task, ahead.item, ahead.part, band);
+            words = matrix.words;
+            group_scales = matrix.group_scales;
+            first_tile = static_cast<long long>(band) * ahead.task.groups;
         }
     }
 
@@ -26,14 +44,16 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
 #pragma unroll
         for (int step = 0; step < kTurn; ++step) {
             const int group = ahead.turn * kTurn + step;
-            const size_t own = static_cast<size_t>(ahead.first_tile + group) * kRows + lane;
+            const size_t own = static_cast<size_t>(first_tile + group) * kRows + lane;
 #ifdef ABLATE_LOADS
             next[step] = Weight{};
 #else
-            next[step] = group < ahead.task.groups ? Weight::load(ahead.words, ahead.group_scales, own) : Weight{};
+            next[step] = group < ahead.task.groups ? Weight::load(words, group_scales, own) : Weight{};
 #endif
         }
-        ahead.next();
+        if (ahead.next(static_cast<int>(threadIdx.x / 32), ahead.task.epilogue != kSwiglu)) {
+            find_band();
+        }
     }
 
     // sum[tile][i]: token `token(i)` of token tile `tile`, row `row(i)` of the band.

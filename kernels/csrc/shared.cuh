@@ -37,6 +37,16 @@ __device__ __forceinline__ uint4 read_now(const void *address) {
     return value;
 }
 
+// The same kOffset bytes on, where `wanted` is true, without a branch; elsewhere any numbers.
+template <int kOffset> __device__ __forceinline__ uint4 read_now_if(bool wanted, const void *address) {
+    uint4 value;
+    asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n"
+                 " @wanted ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4 + %6];}"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address), "r"(static_cast<int>(wanted)), "n"(kOffset));
+    return value;
+}
+
 // Brings the line of an address into the second-level cache.
 __device__ __forceinline__ void prefetch(const void *address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -52,4 +62,13 @@ __device__ __forceinline__ int kept(int value) {
 // Waits for `threads` threads of the block, whole warps, that wait here with the same `group`; leaves __syncthreads alone.
 __device__ __forceinline__ void group_barrier(int group, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
+}
+
+// The same value, of which the compiler knows nothing: what it is made of is not computed anew where it is used.
+__device__ __forceinline__ int opaque(int value) { return __shfl_sync(0xFFFFFFFFu, value, threadIdx.x % 32); }
+__device__ __forceinline__ unsigned opaque(unsigned value) { return opaque(static_cast<int>(value)); }
+__device__ __forceinline__ const unsigned char *opaque(const unsigned char *address) {
+    const unsigned long long bits = reinterpret_cast<unsigned long long>(address);
+    const unsigned long long low = opaque(static_cast<unsigned>(bits)), high = opaque(static_cast<unsigned>(bits >> 32));
+    return reinterpret_cast<const unsigned char *>(high << 32 | low);
 }

@@ -15,7 +15,9 @@ template <class Weight> constexpr int kStages = Weight::kBytes == 8 ? 4 : Weight
 
 template <class Weight, int kTiles> struct AmpereSteps {
     static constexpr int kTileBytes = kRows * Weight::kBytes;
-    static constexpr int kBandBytes = kStepTiles * Weight::kTileStride; // of a step in shared memory
+    static constexpr int kRowBytes = Weight::kBytes < 16 ? Weight::kBytes : 16; // a row of fp16 is in two places
+    static constexpr int kTileStride = kTileBytes + 32; // the reads of four tiles meet all banks; nvfp4's scales are there
+    static constexpr int kBandBytes = kStepTiles * kTileStride; // of a step in shared memory
     static constexpr int kWarpBytes = kBands * kBandBytes;
     static constexpr int kTokensAt = kGroupWarps * kWarpBytes;
     static constexpr int kStageBytes = kTokensAt + kTiles * kTokens * kStepBytes;
@@ -72,7 +74,7 @@ template <class Weight, int kTiles> struct AmpereSteps {
 #pragma unroll
                 for (int i = 0; i < kCopies; ++i) {
                     const int byte = (i * 32 + lane) * 16;
-                    const SharedAddress to = own + byte / kTileBytes * Weight::kTileStride + byte % kTileBytes;
+                    const SharedAddress to = own + byte / kTileBytes * kTileStride + byte % kTileBytes;
                     if (byte / kTileBytes < tiles) {
                         copy_async(to, words[half] + i * 512);
                     } else {
@@ -80,7 +82,7 @@ template <class Weight, int kTiles> struct AmpereSteps {
                     }
                 }
                 if (Weight::kGroupScales && lane < 2 * kStepTiles) {
-                    const SharedAddress to = own + lane / 2 * Weight::kTileStride + kTileBytes + lane % 2 * 16;
+                    const SharedAddress to = own + lane / 2 * kTileStride + kTileBytes + lane % 2 * 16;
                     if (lane / 2 < tiles) {
                         copy_async(to, scales[half]);
                     } else {
@@ -115,18 +117,19 @@ template <class Weight, int kTiles> struct AmpereSteps {
         load();
         const SharedAddress stage = stages + multiplied * kStageBytes;
         multiplied = multiplied + 1 == kStages<Weight> ? 0 : multiplied + 1;
-        const SharedAddress words = stage + warp * kWarpBytes + lane % 4 * Weight::kTileStride;
+        const SharedAddress words = stage + warp * kWarpBytes + lane % 4 * kTileStride;
         const int g = lane / 4, q = lane % 4;
         Weight upper[kBands][2], lower[kBands][2];
 #pragma unroll
         for (int index = 0; index < 2 * kBands; ++index) {
             Weight &high = upper[index / 2][index % 2], &low = lower[index / 2][index % 2];
-            const SharedAddress own = words + index / 2 * kBandBytes;
+            const SharedAddress tile_now = words + index / 2 * kBandBytes;
+            const int first = row(lane, index % 2 * 4);
             if constexpr (Weight::kGroupScales) {
-                Weight::take_two(own, row(lane, index % 2 * 4), high, low);
+                Weight::take_two(tile_now + first * kRowBytes, tile_now + kTileBytes + first, high, low);
             } else {
-                high = Weight::take(own, row(lane, index % 2 * 4));
-                low = Weight::take(own, row(lane, index % 2 * 4 + 2));
+                high = Weight::template take<kRows>(tile_now + first * kRowBytes);
+                low = Weight::template take<kRows>(tile_now + row(lane, index % 2 * 4 + 2) * kRowBytes);
             }
             high.prepare();
             low.prepare();

@@ -128,12 +128,12 @@ def judge(transports: Sequence[str], heard: Sequence[Heard]) -> list[Verdict]:
         if None in finds:
             verdicts.append(Verdict(transport, _silence(transport, heard)))
             break
-        faults = [str(find["fault"]) for find in finds if find and find.get("fault")]
+        faults = "; ".join(dict.fromkeys(str(find["fault"]) for find in finds if find and find.get("fault")))
         times = [float(find["microseconds"]) for find in finds if find and find.get("microseconds")]
         tables = [find["large"] for find in finds if find and find.get("large")]
         large = {int(size): max(float(table[size]) for table in tables) for size in (tables[0] if tables else ())}
         note = next((str(find["note"]) for find in finds if find and find.get("note")), None)
-        verdicts.append(Verdict(transport, faults[0] if faults else None, max(times) if times else None, large, note))
+        verdicts.append(Verdict(transport, faults or None, max(times) if times else None, large, note))
     return verdicts
 
 

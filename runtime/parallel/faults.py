@@ -5,7 +5,8 @@
 `DUOVOLT_START_FAULT=RANK:STAGE:KIND`, KIND a delay in ms, `never` or `twice`, stage 0 the hello, 1 the ready of a rank;
 `DUOVOLT_LINK_FAULT=WAY=RANK:STEP:KIND`: a mailbox fault of one way (`ipc` or `host`) between two cards, while it is tried.
 Each fires once, at the first step (from 1), decode round (from 0) or stage that is not below the given one. `wrap` moves
-the counters of both ranks to just below 2^32.
+the counters of both ranks to just below 2^32. Ranks that start again do so without faults, unless more of them stand
+behind commas: the second is for the second start, and so on; an empty one is none.
 """
 
 from __future__ import annotations
@@ -48,6 +49,20 @@ def read_fault(door: str) -> Fault | None:
     """The fault ordered by the variable `door`. Raises InputError if it does not read as one."""
     text = os.environ.get(door)
     return _read(text, door) if text else None
+
+
+def of_start(door: str, start: int) -> str:
+    """What the variable `door` orders for the ranks' start number `start` (from 0); empty for none.
+
+    Raises InputError if any of it does not read as a fault.
+    """
+    text = os.environ.get(door, "")
+    if not text or door == LINK_DOOR:  # a link is tried before the first start, by processes of its own
+        return text if start == 0 else ""
+    ordered = text.split(",")
+    for one in filter(None, ordered):
+        _read(one, door)
+    return ordered[start] if start < len(ordered) else ""
 
 
 def trial_fault(way: str) -> str:

@@ -20,7 +20,7 @@ import zmq
 
 from ...checkpoint.errors import DuovoltError, EnvironmentFault
 from ..messages import CancelRequest, GenerateRequest, StepRecord, TokenEvent
-from ..parallel.faults import DOORS
+from ..parallel.faults import DOORS, of_start
 from ..parallel.lockstep import last_record
 from ..parallel.owner import owned_name, owner_is_dead
 from ..parallel.region import ProgressCounter, Region, region_bytes
@@ -71,12 +71,15 @@ class RankView:
 
 
 class RankGroup:
-    """`fault` is set when any rank fails; `relay` gets the events of each step once all ranks have given the same."""
+    """`fault` is set when any rank fails; `relay` gets the events of each step once all ranks have given the same.
 
-    def __init__(self, plan: ServePlan, relay: Callable[[list[TokenEvent]], None], first: bool) -> None:
+    start   which start of ranks this is, from 0
+    """
+
+    def __init__(self, plan: ServePlan, relay: Callable[[list[TokenEvent]], None], start: int) -> None:
         self._plan = plan
         self._relay = relay
-        self._first = first
+        self._start = start
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._loop = asyncio.get_running_loop()
@@ -205,9 +208,10 @@ class RankGroup:
             if cards.uuids:  # every rank sees all the cards in use, and no others, in rank order: peers must be visible
                 environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.uuids)}
                 options = replace(options, device=f"cuda:{rank}", cpus=",".join(map(str, cards.near[rank])))
-        if not self._first:  # a door opens once: the restarted ranks must be able to serve
-            for door in DOORS:
-                environment.pop(door, None)
+        for door in DOORS:  # a door opens once: the restarted ranks must be able to serve
+            environment.pop(door, None)
+            if ordered := of_start(door, self._start):
+                environment[door] = ordered
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+FOR_CARDS = ("kv", "graphs", "delta", "draft_window", "collective")
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,12 @@ class ServeOptions:
     drain_seconds: float = 10.0
     watchdog_seconds: float = 180.0
     quiet: bool = False
+
+    @property
+    def asked_of_cards(self) -> list[str]:
+        """Options that only the CUDA engine reads, where they are not the default, as they were written."""
+        return [
+            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name in FOR_CARDS and getattr(self, field.name) != field.default
+        ]

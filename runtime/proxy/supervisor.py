@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -62,9 +63,10 @@ class Supervisor:
 
     async def run(self) -> None:
         """Raises the fault of the first start: a server that never worked must say so with its exit code."""
-        first = True
-        while not self._stopping.is_set():
-            group = self._group = RankGroup(self._plan, self._hub.relay, first)
+        for start in itertools.count():
+            if self._stopping.is_set():
+                return
+            group = self._group = RankGroup(self._plan, self._hub.relay, start)
             try:
                 fault = await self._serve(group)
             finally:
@@ -72,9 +74,8 @@ class Supervisor:
                 await group.stop()
             if fault is None:
                 return
-            if first and not self.facts:
+            if start == 0 and not self.facts:
                 raise fault
-            first = False
             self._hub.counters.restarts += 1
             self._hub.retry_after = round(self._pause) + 1
             print(f"duovolt serve: {fault} Ranks start again in {self._pause:g} s.", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """Reading prompts in turn: rounds between chunks, short prompts first, long ones not forgotten. Nothing is computed."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +92,26 @@ def test_a_long_prompt_leaves_a_round_between_any_two_chunks() -> None:
             assert [event.request_id for event in events if event.tokens] == [1]
     assert kinds == ["round", "prefill"] * 64
     assert max(count for _, _, count in executor.chunks) == 512
+
+
+@pytest.mark.parametrize("prefix_bytes", [0, 1000])
+def test_any_number_of_prompts_cost_a_running_answer_one_chunk_a_round(prefix_bytes: int) -> None:
+    """The bound of docs/serve.md, in tokens, while prompts of all lengths come and go, kept ones among them."""
+    made, executor = engine(prefix_bytes=prefix_bytes, chunk=100)
+    made.add(request(1, 70, 400))
+    waited, most, read, done = 0, 0, 0, 0
+    for step in range(2000):
+        if step % 3 == 0:
+            made.add(request(2 + step % 40, 1 + 97 * step % 900, step % 5))
+        _, events = made.step()
+        read, chunks = len(executor.chunks), executor.chunks[read:]
+        waited += sum(count for number, _, count in chunks if number != 1)
+        if any(event.request_id == 1 and event.tokens for event in events):
+            most, waited = max(most, waited), 0
+        done += sum(event.finish_reason is not None for event in events)
+        if any(event.request_id == 1 and event.finish_reason for event in events):
+            break
+    assert most == 100 and done > 50
 
 
 def test_a_short_prompt_is_not_kept_waiting_by_a_long_one() -> None:

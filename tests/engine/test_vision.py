@@ -1,5 +1,6 @@
 """Pictures in prompts against transformers' whole model, on the bundled checkpoint."""
 
+import contextlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ SIZES: dict[str, list[tuple[int, ...]]] = {
     "a picture and a video": [(64, 96), (3, 64, 32)],  # three groups of two frames
 }
 CONTEXT = 256
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+PLACES = ["cpu", pytest.param("native", marks=needs_gpu), pytest.param("portable", marks=needs_gpu)]
 
 
 @cache
@@ -131,7 +134,8 @@ def engine_of(source: Any, collective: Collective, **settings: Any) -> Engine:
 
 def request(placed: Placed, number: int = 1, **fields: Any) -> GenerateRequest:
     given = {"images": placed.images, "rope_positions": placed.rope_positions} | fields
-    return GenerateRequest(number, placed.ids, 16, [], False, SamplingParams(temperature=0.0), **given)
+    sampling = given.pop("sampling", SamplingParams(temperature=0.0))
+    return GenerateRequest(number, placed.ids, 16, [], False, sampling, **given)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -149,18 +153,34 @@ def test_greedy_answers(tools: Any, name: str) -> None:
     assert run.tokens[1] == wanted
 
 
-def test_the_cuda_engine_reads_the_video(tools: Any) -> None:
-    """On the kernels' references, in chunks that cut groups of frames."""
+@pytest.mark.parametrize("chunk", [13, 512])
+@pytest.mark.parametrize("name", ["two", "a picture and a video"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_cuda_engine_reads_pictures_and_videos(tools: Any, place: str, name: str, chunk: int) -> None:
+    """On the kernels' references, or on a card with its own build and with what a V100 gets; in chunks that cut pictures
+    and groups of frames: the reference engine's tokens and, nearly, its scores."""
+    from duovolt.kernels.module import PORTABLE, forced_arch
     from duovolt.runtime.engine.cuda.executor import CudaExecutor
     from duovolt.runtime.engine.cuda.loading import load_cuda_weights
     from duovolt.runtime.parallel.device import SoloDevice
 
-    placed, (weights, _) = prompt(SIZES["a picture and a video"]), load_cuda_weights(TINY, torch.device("cpu"))
-    reader, shared = tower(weights), {"lanes": 1, "n_sampleable": 3031, "max_context": CONTEXT}
-    executor = CudaExecutor(weights, SoloDevice(), drafts=2, int8=False, tower=reader, **shared)
-    tokens = {"image_token": PAD, "video_token": VIDEO}
-    engine = Engine(executor, processor=reader.processor, prefill_chunk=13, **tokens, **shared)
-    assert tools.drive(engine, request(placed)).tokens[1] == peer_answer(placed, 16)[1]
+    placed = prompt(SIZES[name])
+    ask = request(placed, sampling=SamplingParams(temperature=0.0, logprobs=1))
+    shared = {"lanes": 1, "n_sampleable": 3031, "max_context": CONTEXT}
+    with forced_arch(PORTABLE) if place == "portable" else contextlib.nullcontext():
+        weights, _ = load_cuda_weights(TINY, torch.device("cpu" if place == "cpu" else "cuda:0"))
+        reader = tower(weights)
+        executor = CudaExecutor(weights, SoloDevice(), drafts=2, int8=False, tower=reader, **shared)
+        tokens = {"image_token": PAD, "video_token": VIDEO}
+        run = tools.drive(Engine(executor, processor=reader.processor, prefill_chunk=chunk, **tokens, **shared), ask)
+    wanted = tools.drive(engine_of(tiny(), SoloCollective(), prefill_chunk=chunk), ask)
+    assert run.tokens[1] == wanted.tokens[1]
+    pairs = zip(
+        *([entry.logprob for event in one.events[1] for entry in event.logprobs] for one in (run, wanted)), strict=True
+    )
+    apart = max(abs(a - b) for a, b in pairs)
+    print(f"{place}, {name}, chunks of {chunk}: log probabilities apart by {apart:.1e} at most")
+    assert apart < 0.02
 
 
 def test_two_ranks_answer_as_one(tools: Any) -> None:

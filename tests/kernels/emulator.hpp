@@ -59,6 +59,9 @@ inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
 
 inline float from_half(unsigned bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    if (exponent == 31) {
+        return mantissa ? NAN : bits & 0x8000 ? -INFINITY : INFINITY;
+    }
     const float magnitude = exponent ? std::ldexp(1024.0f + mantissa, exponent - 25) : std::ldexp(float(mantissa), -24);
     return bits & 0x8000 ? -magnitude : magnitude;
 }
@@ -133,9 +136,18 @@ inline SharedAddress shared_address(void *shared) { return static_cast<unsigned 
 inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<unsigned short *>(address); }
 inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *>(address); }
 inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
+// What is not read is not a number: it must not reach an output.
+template <int kOffset> uint4 read_now_if(bool wanted, const void *address) {
+    return wanted ? read_now(static_cast<const char *>(address) + kOffset) : uint4{~0u, ~0u, ~0u, ~0u};
+}
 static thread_local std::vector<std::vector<Copy>> groups(1);
 inline void copy_async(SharedAddress shared, const unsigned char *global) { groups.back().push_back({shared, global, true}); }
 inline void copy_once(SharedAddress shared, const unsigned char *global) { copy_async(shared, global); }
+inline void copy_once_if(bool wanted, SharedAddress shared, const unsigned char *global) {
+    if (wanted) {
+        copy_async(shared, global);
+    }
+}
 inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
 inline void commit_copies() { groups.emplace_back(); }
 template <int pending> void wait_copies() {
@@ -153,6 +165,7 @@ template <int pending> void wait_copies() {
 }
 
 inline int kept(int value) { return value; }
+template <class T> T opaque(T value) { return value; }
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
     unsigned result = 0;

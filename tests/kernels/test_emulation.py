@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from duovolt.kernels.linear import THREADS, linear_reference, linears_reference, swiglu_reference
-from duovolt.kernels.task import FLOAT, HALF, SWIGLU, Task, matrix_of, task
+from duovolt.kernels.task import FLOAT, HALF, SWIGLU, Task, halve, matrix_of, task
 from duovolt.kernels.weights import HalfWeight, Nvfp4Weight
 
 ENCODINGS = ("nvfp4", "fp8", "fp8_blocks", "half", "bf16")
@@ -15,10 +15,14 @@ ROWS, COLUMNS = 64, 16 * 35  # 35 tiles: warp 0 goes round twice and the last tu
 GUARD = 64
 
 
-def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blocks=None) -> None:
+def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blocks=None, rows=32) -> None:
     filled = task(x, weights, outs, epilogue, residuals, overflows)
     kinds = {weight.encoding for weight in weights}
-    kernel = getattr(library, f"linear_{kinds.pop() if len(kinds) == 1 else 'any'}_{-(-x.shape[0] // 8) * 8}")
+    name = kinds.pop() if len(kinds) == 1 else "any"
+    if rows == 16:
+        halve(filled)
+        name += "" if epilogue == SWIGLU else "_halves"
+    kernel = getattr(library, f"linear_{name}_{-(-x.shape[0] // 8) * 8}")
     ranges = [x.data_ptr(), x.nbytes, *ranges_of(weights)]
     array = (ctypes.c_size_t * len(ranges))(*ranges)
     assert library.size_of_task() == ctypes.sizeof(Task)
@@ -46,6 +50,15 @@ def product(library, x, weight, blocks=None) -> np.ndarray:
     buffer = guarded(x.shape[0], rows)
     run(library, x, [weight], [inner(buffer, rows)], FLOAT, blocks=blocks)
     return inner(buffer, rows).numpy()
+
+
+@pytest.fixture
+def halving_kernels(request, host_kernels):
+    """Those for sm_80 and newer, whose items may be halves of bands."""
+    if request.node.callspec.params["host_kernels"] == "volta":
+        assert not hasattr(host_kernels, "linear_nvfp4_halves_8")
+        pytest.skip("sm_70 has bands only")
+    return host_kernels
 
 
 def tokens_of(rng, count: int, columns: int = COLUMNS) -> torch.Tensor:
@@ -119,6 +132,44 @@ def test_swiglu(host_kernels, encode, tokens):
     expected = torch.from_numpy(opened / (1 + np.exp(-opened)) * raised)
     torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(got, swiglu_reference(x, gate.weight, up.weight), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens, blocks", [(1, None), (9, 1), (24, 3)])
+@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
+def test_half_bands_have_the_bits_of_bands(halving_kernels, encode, encoding, tokens, blocks):
+    rng = np.random.default_rng(12)
+    columns = 16 * 75  # warps go round once, twice, and to a turn that is cut short
+    shapes = (64, 32)
+    weights = [encode(encoding, rng.standard_normal((n, columns)).astype(np.float32)).weight for n in shapes]
+    x = tokens_of(rng, tokens, columns)
+    stream = torch.from_numpy(rng.standard_normal((tokens, sum(shapes))).astype(np.float32))
+    found = []
+    for rows, grid in ((32, None), (16, blocks)):
+        buffer = guarded(tokens, sum(shapes))
+        out = inner(buffer, sum(shapes))
+        out.copy_(stream)
+        outs = list(out.split(list(shapes), dim=1))
+        run(halving_kernels, x, weights, outs, FLOAT, residuals=outs, blocks=grid, rows=rows)
+        found.append(inner(buffer, sum(shapes)).numpy().view(np.uint32))
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("tokens, blocks", [(1, 1), (11, None)])
+@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
+def test_gate_and_up_side_by_side_have_the_bits_of_one_after_the_other(
+    halving_kernels, encode, encoding, tokens, blocks
+):
+    rng = np.random.default_rng(13)
+    columns = 16 * 75
+    gate, up = (encode(encoding, rng.standard_normal((ROWS, columns)).astype(np.float32)).weight for _ in range(2))
+    x = tokens_of(rng, tokens, columns)
+    found = []
+    for rows, grid in ((32, None), (16, blocks)):
+        buffer = guarded(tokens, ROWS, torch.float16)
+        run(halving_kernels, x, [gate, up], [inner(buffer, ROWS)], SWIGLU, blocks=grid, rows=rows)
+        found.append(inner(buffer, ROWS).numpy().view(np.uint16))
+    np.testing.assert_array_equal(*found)
+    assert found[0].any()
 
 
 def test_a_scale_a_row_replaces_the_global_scale(host_kernels, encode):

@@ -120,6 +120,26 @@ def test_one_launch_of_several_has_the_bits_of_each_alone_on_any_grid_and_ring(e
 
 
 @pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
+def test_half_bands_have_the_bits_of_bands(encode, arch, encoding):
+    if arch == PORTABLE:
+        pytest.skip("code for sm_70 has bands only")
+    rng = np.random.default_rng(9)
+    for shape in ((64, 560), (5120, 3072), (1024, 8704)):
+        weight, other = (on_gpu(encode(encoding, matrix("heavy", shape, rng)).weight) for _ in range(2))
+        x = activations("normal", shape[1], rng)
+        for tokens in TOKENS:
+            own = x[:tokens]
+            found = []
+            for rows, blocks in ((32, 0), (16, 0), (16, 1), (0, 3)):
+                with using(Choice(rows=rows, blocks_a_sm=blocks)):
+                    stream = torch.ones(tokens, shape[0], device="cuda")
+                    linear(own, weight, stream, residual=stream)
+                    found.append([stream, *linears(own, [weight, other]), swiglu(own, weight, other)])
+            for others in found[1:]:
+                assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found[0], others, strict=True)), tokens
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
 def test_swiglu(encode, encoding):
     rng = np.random.default_rng(4)
     gate, up = (encode(encoding, matrix("normal", (512, 5120), rng) / 40) for _ in range(2))

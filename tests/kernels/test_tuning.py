@@ -15,7 +15,7 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
-    first, second = Choice(STAGES | {"fp8": 5}), Choice(blocks_a_sm=2)
+    first, second = Choice(STAGES | {"fp8": 5}, rows=0), Choice(blocks_a_sm=2)
     tuning.store("one card", first)
     path = tuning.store("another", second)
     assert tuning.read() == {"one card": first, "another": second} and path == tuning.path()
@@ -34,6 +34,9 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"wide_up_to": 5000}}',
         '{"card": {"wide_from": 0}}',
         '{"card": {"unknown": 1}}',
+        '{"card": {"rows": 8}}',
+        '{"card": {"half_stages": {"nvfp4": 3}}}',
+        '{"card": {"mixed_stages": 1}}',
     ],
 )
 def test_a_damaged_file_is_named(content):
@@ -48,6 +51,42 @@ def test_a_damaged_file_is_named(content):
 def test_definitions_name_only_what_is_not_the_default():
     assert Choice().defines == ()
     assert Choice(STAGES | {"fp8": 6}, ablate="loads").defines == ("FP8_STAGES=6", "ABLATE_LOADS")
+    assert Choice(rows=16).defines == (), "both forms are compiled always"
+    other = Choice(half_stages={"nvfp4": 2, "fp8": 3}, mixed_stages=3)
+    assert other.defines == ("NVFP4_HALF_STAGES=2", "FP8_HALF_STAGES=3", "FP8_MIXED_STAGES=3")
+
+
+def test_a_file_from_before_there_were_half_bands_is_read():
+    tuning.path().parent.mkdir(parents=True)
+    tuning.path().write_text('{"card": {"stages": {"nvfp4": 2, "fp8": 4, "half": 2}, "blocks_a_sm": 3, "ablate": ""}}')
+    assert tuning.read() == {"card": Choice(STAGES | {"fp8": 4}, 3)}
+
+
+def test_rows_of_an_item_are_forced_or_those_that_end_sooner():
+    def rows(chosen: Choice, kernel: str, items: int, paired: bool = False, arch: str = "sm_90") -> int:
+        return chosen.rows_of(kernel, items, paired, 132, arch)
+
+    assert rows(Choice(), "nvfp4", 160) == 32
+    forced, free = Choice(rows=16), Choice(rows=0)
+    assert [rows(forced, kernel, 160) for kernel in ("nvfp4", "fp8", "fp8_blocks", "half", "any")] == [
+        16,
+        16,
+        32,
+        32,
+        32,
+    ]
+    assert rows(forced, "nvfp4", 160, arch="sm_70") == 32 and rows(forced, "fp8", 160, arch="compute_70") == 32
+    assert rows(free, "nvfp4", 160) == 16  # three halves against two bands
+    assert rows(free, "nvfp4", 132) == 32  # a band each
+    assert rows(free, "nvfp4", 272, paired=True) == 16  # five against six
+    assert rows(free, "nvfp4", 264, paired=True) == 32  # no sooner
+    assert rows(free, "fp8", 3880) == 32 and rows(free, "fp8", 160) == 16
+
+
+def test_half_bands_share_the_sums_and_rings_of_half_the_rows():
+    sums = 9 * 8 * 17 * 4
+    assert Choice().shared_bytes("nvfp4_halves", 8, "sm_90") == sums + 8 * 3 * 8 * 160
+    assert Choice(half_stages={"nvfp4": 3, "fp8": 2}).shared_bytes("fp8_halves", 8, "sm_90") == sums + 8 * 2 * 4 * 288
 
 
 def test_blocks_share_the_bands():

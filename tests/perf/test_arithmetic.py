@@ -8,12 +8,16 @@ import torch
 
 from duovolt.checkpoint.errors import CheckFailed
 from duovolt.cli.main import main
+from duovolt.convert.pipeline import convert
+from duovolt.convert.recipe import load_recipe
 from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight
 from duovolt.perf.arithmetic import Depth, EngineReader, depths_of, judged, sharpened, study
 from duovolt.perf.divergence import Predictor
 from duovolt.perf.plain_model import BF16, FP32, PlainModel, slices
+from duovolt.perf.together import Together
 from duovolt.runtime.engine.cuda.loading import load_cuda_weights
 from duovolt.runtime.engine.cuda.weights import CudaWeights
+from duovolt.shard.split import shard
 
 TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 TOKENS = [3024, *((17 * n * n + 5) % 3000 for n in range(60))]
@@ -122,6 +126,75 @@ def test_the_command(capsys: pytest.CaptureFixture[str], weights: CudaWeights) -
     found = json.loads(capsys.readouterr().out)
     assert [own["depth"]["end"] for own in found["found"]] == [10, 40, 44] and found["code"] == {}
     assert set(found["found"][0]["pairs"]) == {"fp32 int8"} and found["tokens"] == 45
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model converted, and its ranks."""
+    folder = tmp_path_factory.mktemp("split")
+    convert(TINY, folder / "converted", load_recipe("v100"), 1, lambda count: None)
+    for size in (1, 2):
+        shard(folder / "converted", folder / f"ranks-{size}", size)
+    return folder
+
+
+def test_two_ranks_lose_what_their_sums_lose(capsys: pytest.CaptureFixture[str], split: Path) -> None:
+    """Parts of a sum are rounded to fp16 on their way: other digits than one rank's, and far nearer to fp32 than bf16."""
+    words = ["eval", str(split / "converted"), "--arithmetic", "--device", "cpu", "--context", "12", "--positions", "6"]
+    assert main([*words, "--ranks", str(split / "ranks-2"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["paths"] == ["fp32", "bf16", "fp16", "fp16-2"] and found["overflows"] == {"fp16": 0, "fp16-2": 0}
+    for own in found["found"]:
+        loss = {pair: own["pairs"][pair]["mean"] for pair in ("fp32 bf16", "fp32 fp16-2", "fp16 fp16-2")}
+        assert 0 < loss["fp32 fp16-2"] < loss["fp32 bf16"] / 10 and 0 < loss["fp16 fp16-2"] < loss["fp32 bf16"] / 10
+
+
+def test_ranks_in_one_process_meet_as_the_mailbox_has_them_and_a_fault_frees_both() -> None:
+    together = Together(CPU)
+    parts = [torch.randn(3, 8).half(), torch.randn(3, 8).half()]
+
+    def work(rank: int) -> torch.Tensor:
+        sums, sides = torch.empty(3, 8), torch.empty(3, 16)
+        for _ in range(20):
+            together.links[rank].reduce(parts[rank], sums)
+            together.links[rank].gather(parts[rank].float(), sides)
+        return torch.cat((sums, sides), 1)
+
+    for found in together.both(work):
+        assert torch.equal(
+            found, torch.cat((parts[0].float() + parts[1].float(), parts[0].float(), parts[1].float()), 1)
+        )
+
+    def fail(rank: int) -> None:
+        if rank == 1:
+            raise CheckFailed("here")
+        together.links[rank].reduce(parts[rank], torch.empty(3, 8))
+
+    with pytest.raises(CheckFailed, match="here"):
+        together.both(fail)
+    together.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give --ranks"),
+        (["--ranks", "ranks-1"], "1 rank, expected two"),
+        (["--ranks", "nowhere"], "no such directory"),
+        (["--ranks", "ranks-2", "--paths", "fp32", "fp16"], "for the paths fp16-2 and int8-2"),
+    ],
+)
+def test_ranks_that_do_not_belong(
+    split: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(split)
+    assert main(["eval", "converted", "--arithmetic", "--device", "cpu", "--paths", "fp32", "fp16-2", *words]) == 2
+    assert said in (err := capsys.readouterr().err) and "Traceback" not in err
+    if not words:
+        assert (
+            main(["eval", str(TINY), "--arithmetic", "--device", "cpu", "--ranks", "ranks-2", "--context", "64"]) == 2
+        )
+        assert "is not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

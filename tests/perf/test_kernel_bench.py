@@ -9,7 +9,7 @@ import torch
 from duovolt.checkpoint.errors import EnvironmentFault
 from duovolt.cli.main import main
 from duovolt.kernels import tuning
-from duovolt.kernels.tuning import STAGES, Choice, choice
+from duovolt.kernels.tuning import HALF_STAGES, STAGES, Choice, choice
 from duovolt.perf import kernels, kernels_tune
 from duovolt.perf.kernels import Case, PrefillRow
 from duovolt.perf.kernels_tune import LONG_PROMPT, PROMPTS, with_prompts
@@ -34,14 +34,17 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(kernels, "the_device", lambda: torch.device("cpu"))
     monkeypatch.setattr("duovolt.cli.bench_kernels.loadable", lambda device: ["sm_90", "compute_70"])
+    monkeypatch.setattr("duovolt.cli.bench_kernels.choice", lambda device: Choice())
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
     monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
 
 
-def ticking(calls) -> float:
+def ticking(calls, overlap=False) -> float:
     assert len(calls) == 2
     assert all(call.func.__name__ in ("linears", "swiglu", "mm") for call in calls)
-    return {"": 2e-5, "arithmetic": 1.5e-5, "loads": 1e-5}[choice_now().ablate]
+    seconds = {"": 2e-5, "arithmetic": 1.5e-5, "loads": 1e-5}[choice_now().ablate]
+    return seconds * {32: 1.0, 16: 0.75, 0: 0.5}[choice_now().rows] * (0.9 if overlap else 1.0)
 
 
 def choice_now() -> Choice:
@@ -62,22 +65,41 @@ def test_bench_prints_a_line_a_case_and_what_is_left_out(monkeypatch, capsys):
     assert gate["nbytes"] == 2 * (64 * 32 // 2 + 64 * 2 + 4) and gate["share"] == 0.5 and gate["without"] == ""
 
 
-def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
-    best = {"nvfp4": 3, "fp8": 4, "half": 2}
+def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "time_graph", ticking)
+    command = ["bench", "kernels", "--tokens", "1", "--only", "down", "--overlap", "--rows", "32", "16", "auto"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["sm_90", "compute_70", "sm_90", "sm_90"]
+    assert "32 rows" in lines[0] and "18.00 us" in lines[0]
+    assert "16 rows" in lines[2] and "13.50 us" in lines[2] and "auto rows" in lines[3] and "9.00 us" in lines[3]
+    assert main([*command, "--ablate", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [(fact["rows"], fact["without"]) for fact in facts if fact["arch"] == "sm_90"] == [
+        (rows, without) for rows in ("32", "16", "auto") for without in ("", "arithmetic", "loads")
+    ]
+    assert main(["bench", "kernels", "--rows", "8"]) == 2
 
-    def clock(calls) -> float:
+
+def prompts(tokens, device, routes):
+    """The wide linear is the faster one below 200 tokens, and dequantising beside the product never."""
+    for count in tokens:
+        for route in routes:
+            seconds = {"narrow": 2.0, "wide": count / 100, "beside": 3.0}[route]
+            yield PrefillRow("fp8", 64, 32, count, route, seconds, 1.0)
+
+
+def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
+    best, halves = {"nvfp4": 3, "fp8": 4, "half": 2}, {"nvfp4": 4, "fp8": 2}
+    kept = Choice(best, 2, rows=16, half_stages=halves, mixed_stages=3, wide_from=25, wide_up_to=192)
+
+    def clock(calls, overlap=False) -> float:
         now = choice_now()
         if 6 in now.stages.values():
             raise EnvironmentFault("shared memory of linear_half_8 failed")
-        wrong = sum(abs(now.stages[name] - best[name]) for name in STAGES)
+        wrong = sum(abs(now.stages[name] - best[name]) for name in STAGES) + abs(now.mixed_stages - 3)
+        wrong += (now.rows != 16) + sum(abs(now.half_stages[name] - halves[name]) for name in HALF_STAGES)
         return (10 + wrong + abs(now.blocks_a_sm - 2)) * 1e-6
-
-    def prompts(tokens, device, routes):
-        for count in tokens:
-            for route in routes:
-                yield PrefillRow(
-                    "fp8", 64, 32, count, route, {"narrow": 2.0, "wide": count / 100, "beside": 3.0}[route], 1.0
-                )
 
     monkeypatch.setattr(kernels_tune, "time_graph", clock)
     monkeypatch.setattr(kernels_tune, "measure_prefill", prompts)
@@ -85,7 +107,6 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
     assert main(["kernels", "tune"]) == 0
     out = capsys.readouterr().out
     assert "shared memory of linear_half_8 failed" in out and "kept" in out
-    kept = Choice(best, 2, wide_from=25, wide_up_to=192)
     assert tuning.read() == {"a card": kept}
     found = kernels_tune.tune(torch.device("cpu"), lambda text: None)
     assert math.isclose(found.microseconds, 10)
@@ -134,3 +155,18 @@ def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
     assert [fact["share"] for fact in facts[:3]] == [pytest.approx(n) for n in (0.5, 3.0, 1.0)]
     assert main(["bench", "kernels", "--prefill", "30"]) == 0
     assert "chosen" in capsys.readouterr().out
+
+
+def test_tune_asks_an_older_card_only_for_its_blocks(monkeypatch):
+    tried = []
+
+    def clock(calls, overlap=False) -> float:
+        tried.append(choice_now())
+        return 1e-5
+
+    monkeypatch.setattr(kernels_tune, "time_graph", clock)
+    monkeypatch.setattr(kernels_tune, "measure_prefill", prompts)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
+    assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen == Choice(wide_from=25, wide_up_to=192)
+    blocks = [Choice(blocks_a_sm=n) for n in (0, 2, 3)]
+    assert {repr(one) for one in tried} == {repr(one) for one in (*blocks, Choice(wide_from=25, wide_up_to=192))}

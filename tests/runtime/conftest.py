@@ -57,8 +57,8 @@ class Server:
             time.sleep(0.02)
         raise AssertionError(f"no {pattern!r} in the log:\n{self.log}")
 
-    def wait_ready(self) -> Server:
-        self.url = self.wait_log(r"ready on (https?://\S+)")[1]
+    def wait_ready(self, seconds: float = START_SECONDS) -> Server:
+        self.url = self.wait_log(r"ready on (https?://\S+)", seconds)[1]
         return self
 
     def rank_pids(self) -> list[int]:
@@ -128,11 +128,11 @@ def leftovers(pid: int) -> list[str]:
     return found
 
 
-def running(*arguments: str | Path) -> Iterator[Server]:
-    """A ready server for a fixture of any scope."""
+def running(*arguments: str | Path, seconds: float = START_SECONDS) -> Iterator[Server]:
+    """A server that is ready within `seconds`, for a fixture of any scope."""
     server = Server([str(argument) for argument in arguments], {})
     try:
-        yield server.wait_ready()
+        yield server.wait_ready(seconds)
     finally:
         server.kill()
 

@@ -196,6 +196,15 @@ def test_a_wrong_link_is_not_used_and_nccl_is_kept_from_it() -> None:
     made = choose("auto", run=script)
     assert (made.small, made.peer_memory) == ("host", False)
     assert "ipc not used (7 sums were wrong)" in str(made)
+    lost = "rank {}: no answer from rank {} at step {}"
+    script = Script(
+        (
+            heard(bad("ipc", lost.format(0, 1, 401)), good("host", 9.0), good("nccl")),
+            heard(bad("ipc", lost.format(1, 0, 400)), good("host", 9.0), good("nccl")),
+        )
+    )
+    told = str(choose("auto", run=script))  # what the one lost, the other has to wait for: both are said
+    assert all(lost.format(*facts) in told for facts in ((0, 1, 401), (1, 0, 400)))
 
 
 def test_a_link_that_hangs_costs_its_children_only() -> None:

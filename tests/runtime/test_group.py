@@ -37,7 +37,7 @@ def test_a_rank_of_another_conversion_is_refused_and_all_are_ended(plan: ServePl
     other = replace(plan, identity=replace(plan.identity, conversion_id="another"))
 
     async def start() -> list[int]:
-        group = RankGroup(other, lambda events: None, first=True)
+        group = RankGroup(other, lambda events: None, start=0)
         with pytest.raises(RankFault, match=r"rank \d refused: its conversion id is none, expected another") as fault:
             await group.start()
         assert fault.value.exit_code == 2
@@ -69,7 +69,7 @@ def test_the_second_rank_must_be_the_firsts_twin(plan: ServePlan, change: dict[s
                   plan.backend.argument)  # fmt: skip
 
     async def meet(second: Hello) -> RankFault | None:
-        group = RankGroup(plan, lambda events: None, first=True)
+        group = RankGroup(plan, lambda events: None, start=0)
         group._take(0, first)
         group._take(1, second)
         fault = group.fault.result() if group.fault.done() else None
@@ -92,7 +92,7 @@ def relay(plan: ServePlan, streams: list[list[tuple[int, Step]]]) -> tuple[list[
 
     async def run() -> tuple[list[Any], RankFault | None]:
         relayed: list[Any] = []
-        group = RankGroup(plan, relayed.append, first=True)
+        group = RankGroup(plan, relayed.append, start=0)
         for rank, step in (item for stream in streams for item in stream):
             group._take(rank, step)
         fault = group.fault.result() if group.fault.done() else None

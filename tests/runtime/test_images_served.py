@@ -58,3 +58,23 @@ def test_two_ranks_answer_about_pictures_as_one_does(folder: Path) -> None:
     ]
     for forth, back in films.values():
         assert forth[1] == back[1] > found[1][3][1] + 8 + 4 and forth[0] != back[0], "the order of the frames shows"
+
+
+@pytest.mark.parametrize(
+    "devices", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("0", marks=pytest.mark.gpu)]
+)
+@pytest.mark.timeout(300)
+def test_a_card_answers_about_pictures_and_videos_as_the_reference_does(folder: Path, devices: str) -> None:
+    """`cpu`: the same engine on the kernels' references."""
+    frames = [data_url(png(64, 64, seed)) for seed in range(4)]
+    asked: list[dict[str, Any]] = [{"urls": [data_url(FIRST), data_url(SECOND)]}, {"urls": [], "video": frames}]
+    found = []
+    for options in (("reference", "--drafts", "0"), ("cuda", "--devices", devices, "--kv", "fp16")):
+        more = ("--max-context", "512", "--prefill-chunk", "11", "--backend", *options)
+        for server in running(folder / "ranks-1", *more, seconds=100):
+            found.append([answer(server, *one["urls"], video=one.get("video")) for one in asked])
+    for (wanted, count), (ours, length) in zip(*found, strict=True):
+        assert length == count and [token for token, _ in ours] == [token for token, _ in wanted]
+        apart = max(abs(a - b) for (_, a), (_, b) in zip(ours, wanted, strict=True))
+        print(f"log probabilities apart by {apart:.3f} at most")
+        assert apart < 0.05

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from duovolt.checkpoint.errors import InputError
-from duovolt.runtime.parallel.faults import MAILBOX_DOOR, read_fault
+from duovolt.runtime.parallel.faults import LINK_DOOR, MAILBOX_DOOR, of_start, read_fault
 from duovolt.runtime.parallel.mailbox import LAST_STEP, Mailbox, MailboxCollective, MailboxMismatch, MailboxTimeout
 from duovolt.runtime.parallel.region import Region, region_bytes
 from duovolt.runtime.parallel.shared import SharedFile
@@ -226,3 +226,13 @@ def test_a_door_that_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(MAILBOX_DOOR, text)
     with pytest.raises(InputError, match="expected RANK:NUMBER:KIND"):
         read_fault(MAILBOX_DOOR)
+
+
+def test_each_start_of_the_ranks_takes_the_next_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MAILBOX_DOOR, "1:2:drop,,0:41:300")
+    assert [of_start(MAILBOX_DOOR, start) for start in range(4)] == ["1:2:drop", "", "0:41:300", ""]
+    monkeypatch.setenv(MAILBOX_DOOR, "1:2:drop,0:x:300")
+    with pytest.raises(InputError, match="expected RANK:NUMBER:KIND"):
+        of_start(MAILBOX_DOOR, 0)  # at the first start, not when its turn comes
+    monkeypatch.setenv(LINK_DOOR, "ipc=0:1:drop")
+    assert [of_start(LINK_DOOR, start) for start in range(2)] == ["ipc=0:1:drop", ""]

@@ -185,3 +185,9 @@ def test_the_command_says_it_in_one_line(tmp_path: Path, capfd: pytest.CaptureFi
     assert said.out == ""
     (line,) = said.err.splitlines()
     assert line.startswith("duovolt: ") and "generation_config.json: temperature: Expected `float" in line
+
+
+def test_options_that_only_cards_read_are_known(tmp_path: Path) -> None:
+    assert ServeOptions(ranks=tmp_path, lanes=2, drafts=0).asked_of_cards == []
+    asked = ServeOptions(ranks=tmp_path, kv="fp16", graphs="off", draft_window=512).asked_of_cards
+    assert asked == ["--kv fp16", "--graphs off", "--draft-window 512"]

@@ -53,8 +53,8 @@ class FakeGroup:
     failures: list[BaseException | None] = []
     made: list[FakeGroup] = []
 
-    def __init__(self, plan: ServePlan, relay: Any, first: bool) -> None:
-        self.first = first
+    def __init__(self, plan: ServePlan, relay: Any, start: int) -> None:
+        self.number = start
         self.fault: asyncio.Future[RankFault] = asyncio.get_running_loop().create_future()
         self.busy = False
         self.stopped = False
@@ -124,7 +124,7 @@ def test_a_crash_loop_backs_off_and_says_when_to_come_again(
         await running
         assert hub.counters.restarts == 9
         assert all(group.stopped for group in fakes.made)
-        assert [group.first for group in fakes.made] == [True] + [False] * 8
+        assert [group.number for group in fakes.made] == list(range(9))
 
     asyncio.run(run())
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 1]
@@ -189,7 +189,7 @@ def test_an_idle_server_without_answers_stays_ready(plan: ServePlan, fakes: type
 
 def group_of(plan: ServePlan, pids: list[int]) -> RankGroup:
     """A group whose processes are said to be there."""
-    group = RankGroup(plan, lambda events: None, first=True)
+    group = RankGroup(plan, lambda events: None, start=0)
     group._processes = [type("Process", (), {"pid": pid, "returncode": 0})() for pid in pids]
     return group
 

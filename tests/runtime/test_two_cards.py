@@ -1,9 +1,12 @@
-"""Two ranks on two cards: the choice of a way, links that are broken on purpose, and answers. Skipped without two cards."""
+"""Two ranks on two cards: the choice of a way, links that are broken on purpose, and answers. Skipped without two cards.
+
+A way or a server takes 10 to 25 s there. Where minutes count, name the tests in the order that matters.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from duovolt.shard.split import shard
 from .conftest import Server, running
 
 TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
+START_SECONDS = 100.0  # cards are looked at, ways tried, kernels loaded, or built where they were not before
 Start = Callable[..., Server]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an exchange takes two cards"),
     pytest.mark.timeout(300),
 ]
+CARDS = ("--backend", "cuda", "--devices", "0,1", "--max-context", "4096", "--lanes", "4")
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,26 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for size in (1, 2):
         shard(folder / "converted", folder / f"ranks-{size}", size)
     return folder
+
+
+@pytest.fixture(scope="module")
+def two(ranks: Path) -> Iterator[Server]:
+    yield from running(ranks / "ranks-2", *CARDS, seconds=START_SECONDS)
+
+
+def started(start_server: Start, *arguments: str | Path, **environment: str) -> Server:
+    return start_server(*arguments, ready=False, **environment).wait_ready(START_SECONDS)
+
+
+def ask(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    with server.client(90) as client:
+        reply = client.post(path, json={"temperature": 0, "ignore_eos": True, **body})
+    assert reply.status_code == 200, f"{reply.text}\n{server.log}"
+    return reply.json()
+
+
+def text(server: Server, prompt: str | list[int], tokens: int) -> str:
+    return ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": tokens})["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("wish", ["auto", "host", "ipc", "nccl"])
@@ -62,63 +87,74 @@ def test_a_broken_link_ends_in_the_slower_path(monkeypatch: pytest.MonkeyPatch, 
     assert words in str(made)
 
 
-@pytest.fixture(scope="module")
-def two(ranks: Path) -> Iterator[Server]:
-    yield from running(ranks / "ranks-2", "--backend", "cuda", "--devices", "0,1", "--max-context", "4096")
-
-
-def answer(server: Server, prompt: str, tokens: int) -> dict[str, Any]:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0)
-    reply = client.chat.completions.create(
-        model=client.models.list().data[0].id,
-        messages=[{"role": "user", "content": prompt}],
-        max_tokens=tokens,
-        temperature=0,
-        extra_body={"ignore_eos": True},
-    )
-    return json.loads(reply.to_json())
-
-
-def test_the_official_client_gets_the_reference_s_answer_from_two_cards(
-    two: Server, ranks: Path, start_server: Start
-) -> None:
+def test_two_cards_give_the_reference_s_answer(two: Server, ranks: Path, start_server: Start) -> None:
     reference = start_server(ranks / "ranks-1", "--backend", "reference", "--max-context", "512", "--drafts", "0")
-    found, wanted = (answer(server, "Hello", 24) for server in (two, reference))
-    assert found["choices"][0]["message"]["content"] == wanted["choices"][0]["message"]["content"]
-    assert found["usage"]["completion_tokens"] == 24
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 24}
+    found, wanted = (ask(server, "/v1/chat/completions", body) for server in (two, reference))
+    assert found["choices"][0]["message"] == wanted["choices"][0]["message"]
+    assert found["usage"]["completion_tokens"] == 24 and found["duovolt"]["drafts_proposed"] > 0
     assert "collective=ipc" in two.log or "collective=host" in two.log
 
 
-def test_the_same_answer_twice_and_beside_others(two: Server) -> None:
-    from concurrent.futures import ThreadPoolExecutor
+def test_the_official_client(two: Server) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", timeout=120, max_retries=0)
+    model = client.models.list().data[0].id
+    question = [{"role": "user", "content": "Once upon a time"}]
+    whole = client.chat.completions.create(model=model, messages=question, max_tokens=40, temperature=0)
+    chunks = client.chat.completions.create(
+        model=model,
+        messages=question,
+        max_tokens=40,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    parts = list(chunks)
+    said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert said == (whole.choices[0].message.content or "") and parts[-1].usage == whole.usage
 
+
+def test_the_same_answer_again_and_beside_others(two: Server) -> None:
+    """R11: four lanes at once and one alone: the same bits."""
     with ThreadPoolExecutor(4) as pool:
-        found = [
-            reply["choices"][0]["message"]["content"] for reply in pool.map(lambda _: answer(two, "Go", 200), range(4))
-        ]
-    assert len(set(found)) == 1
+        found = list(pool.map(lambda number: text(two, "Go on" if number % 2 else f"And {number}", 200), range(8)))
+    assert set(found[1::2]) == {text(two, "Go on", 200)}
 
 
-def test_a_server_goes_the_slower_way_where_the_link_is_broken(ranks: Path, start_server: Start) -> None:
-    server = start_server(
-        *(ranks / "ranks-2", "--backend", "cuda", "--devices", "0,1", "--max-context", "512"), ready=False,
-        **{LINK_DOOR: "ipc=0:300:drop"},
-    )  # fmt: skip
-    server.wait_log(r"ready on (https?://\S+)", seconds=90)
-    server.wait_ready()
+def test_long_prompts_and_kept_prefixes(two: Server) -> None:
+    """Chunks of a prompt take the way for large sums; what is kept of it is found, and changes no token."""
+    prompt = [1 + number * number % 2999 for number in range(3000)]
+    body = {"prompt": prompt, "max_tokens": 40}
+    first, again = (ask(two, "/v1/completions", body) for _ in range(2))
+    assert first["choices"][0]["text"] == again["choices"][0]["text"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 2900
+
+
+def test_a_server_goes_the_slower_way_where_the_link_is_broken(ranks: Path, start_server: Start, two: Server) -> None:
+    server = started(start_server, ranks / "ranks-2", *CARDS, **{LINK_DOOR: "ipc=0:300:drop"})
     assert "ipc not used" in server.log and "collective=host" in server.log
-    assert answer(server, "Hello", 8)["usage"]["completion_tokens"] == 8
+    assert text(server, "Hello", 100) == text(two, "Hello", 100)
 
 
 @pytest.mark.parametrize("way", ["host", "nccl"])
 def test_the_other_ways_serve_too(ranks: Path, start_server: Start, two: Server, way: str) -> None:
     """The same bits whatever the way, so the same text."""
-    server = start_server(
-        *(ranks / "ranks-2", "--backend", "cuda", "--devices", "0,1", "--max-context", "512", "--collective", way),
-        ready=False,
-    )
-    server.wait_log(r"ready on (https?://\S+)", seconds=90)
-    server.wait_ready()
-    texts = [answer(one, "Once upon a time", 100)["choices"][0]["message"]["content"] for one in (server, two)]
-    assert texts[0] == texts[1]
+    server = started(start_server, ranks / "ranks-2", *CARDS, "--collective", way)
+    assert f"collective={way}" in server.log
+    assert text(server, "Once upon a time", 100) == text(two, "Once upon a time", 100)
+
+
+def test_one_card_and_two_score_a_text_alike(ranks: Path, start_server: Start, two: Server) -> None:
+    """R11: sums in another order, so other last digits, and no more."""
+    one = started(start_server, ranks / "ranks-1", "--backend", "cuda", "--max-context", "4096")
+    body = {
+        "prompt": "Once upon a time there was a small house by the sea.",
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+    }
+    scores = [ask(server, "/v1/completions", body)["choices"][0]["logprobs"]["token_logprobs"] for server in (one, two)]
+    apart = [abs(a - b) for a, b in zip(*(row[1:] for row in scores), strict=True)]
+    print(f"\nlog probabilities apart by {max(apart):.1e} at most, of {len(apart)}")
+    assert len(apart) > 10 and max(apart) < 0.05

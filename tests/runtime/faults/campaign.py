@@ -25,13 +25,13 @@ from pathlib import Path
 from .leaving import WAYS, client_leaves
 from .memory import can_unshare, full_at_restart, full_at_start
 from .mixed import mixed_requests
+from .ordered import door_opens, starts_badly, starts_oddly
 from .strangers import second_rank_process, second_server
 from .trials import (
     RESTARTING,
     SERVING,
     STARTING,
     Trial,
-    door_opens,
     everything_dies,
     proxy_dies,
     proxy_pauses,
@@ -39,8 +39,6 @@ from .trials import (
     rank_dies_again,
     rank_dies_at_first,
     rank_pauses,
-    starts_badly,
-    starts_oddly,
 )
 from .world import World, real_world, scripted_world
 
@@ -64,9 +62,9 @@ def trials(backend: str, size: int = 2, *, cards: bool = False) -> Iterator[Tria
                 yield Trial(fault, name, phase, rank_dies_again(victim, number, phase))
             for phase in serving:
                 yield Trial(fault, name, phase, rank_dies(victim, number, phase))
-        for phase in (*STARTING, *serving):
+        for phase in (*STARTING, *restarting, *serving):
             yield Trial("SIGSTOP for 1 s", name, phase, rank_pauses(victim, phase))
-    for phase in (*STARTING, *serving):
+    for phase in (*STARTING, *restarting, *serving):
         yield Trial("SIGKILL", "proxy", phase, proxy_dies(phase))
         yield Trial("SIGSTOP for 6 s", "proxy", phase, proxy_pauses(phase))
     yield Trial("SIGKILL, five times", "all", "any", everything_dies)

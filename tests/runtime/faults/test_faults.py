@@ -12,10 +12,23 @@ import pytest
 from .campaign import run_trials, table, trials
 from .memory import can_unshare, full_at_restart
 from .mixed import mixed_requests
-from .trials import door_opens, everything_dies, proxy_pauses, rank_dies, starts_oddly
+from .one_server import Report, doors, most_valuable, servers, strike_all
+from .ordered import door_opens, starts_oddly
+from .strikes import Strike
+from .trials import everything_dies, proxy_pauses, rank_dies
 from .world import World, real_world, scripted_world
 
+
+def in_turn(world: World) -> None:
+    """Word lost, two kills and a late start befall one server, whose fault doors are told by the start of its ranks."""
+    report = Report(world.backend, None)
+    strikes = [Strike.parse(text) for text in ("1:drop:12", "0:SIGKILL:idle", "1:300:ready")]
+    strike_all(world, strikes, report, 120)
+    assert [entry["error"] for entry in report.entries] == [""] * 3
+
+
 QUICK: dict[str, Callable[[World], None]] = {
+    "three faults of one server": in_turn,
     "rank 1 stands still in decode": rank_dies(1, signal.SIGSTOP, "decode"),
     "the proxy stands still for a while": proxy_pauses("decode"),
     "everything is killed five times": everything_dies,
@@ -44,6 +57,38 @@ def test_300_mixed_requests_leave_everything_as_it_was(tmp_path: Path) -> None:
     """A02 A03: clients that stay, leave at any moment, or abort; both ranks' logs agree record for record."""
     kinds = mixed_requests(scripted_world(tmp_path, delay_ms=2))
     assert sum(kinds.values()) == 300 and len(kinds) == 6
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["cards", "reference", "scripted"])
+def test_every_fault_of_the_list_finds_a_server_that_is_in_time_for_it(size: int, kind: str) -> None:
+    strikes = most_valuable(size, cards=kind == "cards", scripted=kind == "scripted")
+    parts = list(servers(strikes, first_is_used=kind != "scripted"))
+    assert [strike for part in parts for _, strike in part] == strikes and len(set(strikes)) == len(strikes)
+    for part in parts:
+        assert not any(strike.ends_server for _, strike in part[:-1])
+        orders = [(start, strike.door[0]) for start, strike in part if strike.door is not None]
+        assert len(set(orders)) == len(orders), "one fault of a kind a start"
+        assert sum(strike.starts for _, strike in part) <= 4, "or the pauses between them grow long"
+        for name, text in doors(part).items():
+            ordered = {start: strike.door[1] for start, strike in part if strike.door and strike.door[0] == name}
+            assert {at: one for at, one in enumerate(text.split(",")) if one} == ordered
+    assert {"mixed", "proxy", "0"} <= {strike.who for strike in strikes}
+
+
+def test_a_prompt_that_was_read_is_no_phase_to_be_struck_in() -> None:
+    """It would be found again, in no time; so is an exchange that has passed."""
+    strikes = [Strike.parse(text) for text in ("0:drop:41", "proxy:SIGSTOP:prefill", "1:SIGKILL:prefill", "0:hash:3")]
+    parts = [[strike for _, strike in part] for part in servers(strikes, first_is_used=True)]
+    assert parts == [[], strikes[:2], strikes[2:]]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1:SIGKILL", "2:SIGKILL:decode", "proxy:drop:3", "0:SIGTERM:idle", "0:drop:idle", "0:hash:x"]
+)
+def test_what_is_no_fault_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Strike.parse(text)
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def rank_dies(victim: int, number: signal.Signals, phase: str) -> Callable[[Worl
             assert server.metric("restarts_total") == 1
             logs_agree(world, server.pid, server.metric("completion_tokens_total"))
             left_nothing(server, old)
-            _ends_at_once(server)
+            ends_at_once(server)
 
     return run
 
@@ -160,31 +160,48 @@ def _turns_red(server: Server) -> None:
         assert client.get("/health/live").status_code == 200
 
 
-def _ends_at_once(server: Server) -> None:
+def ends_at_once(server: Server) -> None:
     pids = server.rank_pids()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_exit(_SLACK) == 0
     left_nothing(server, pids)
 
 
+def start_again(world: World, server: Server, phase: str) -> list[int]:
+    """Bring a server into a phase in which it starts its ranks anew, one of which was killed; the new ones."""
+    server.wait_ready()
+    old = wait_ranks(world, server)
+    os.kill(old[0], signal.SIGKILL)
+    server.wait_log("Ranks start again in")
+    pids = wait_ranks(world, server, old)
+    if phase == "reload":
+        wait_loading(server)
+    return pids
+
+
 def rank_pauses(victim: int, phase: str) -> Callable[[World], None]:
     """SIGSTOP and, after a second, SIGCONT: nobody notices."""
 
     def run(world: World) -> None:
-        delay = {"DUOVOLT_START_FAULT": f"{victim}:1:1500"} if phase == "load" else {}
-        with running(world, **delay) as server:
-            if phase in STARTING:
+        restarts = int(phase in RESTARTING)
+        delay = {"load": f"{victim}:1:1500", "reload": f",{victim}:1:1500"}.get(phase)
+        with running(world, **({"DUOVOLT_START_FAULT": delay} if delay else {})) as server:
+            readers: list[Reader] = []
+            if restarts:
+                pids = start_again(world, server, phase)
+                pause(pids[victim])
+                server.wait_log("ready on", count=2)
+            elif phase in STARTING:
                 pids = wait_ranks(world, server)
                 if phase == "load":
                     wait_loading(server)
-                _pause(pids[victim])
+                pause(pids[victim])
                 server.wait_ready()
-                readers = []
             else:
                 server.wait_ready()
                 pids = wait_ranks(world, server)
                 readers = enter(world, server, phase)
-                _pause(pids[victim])
+                pause(pids[victim])
             for reader in readers:
                 reader.join(60)
                 whole(world, reader, world.long)
@@ -194,14 +211,14 @@ def rank_pauses(victim: int, phase: str) -> Callable[[World], None]:
                 logs_agree(world, server.pid, None)
                 return
             serves(world, server)
-            assert server.metric("restarts_total") == 0
+            assert server.metric("restarts_total") == restarts
             logs_agree(world, server.pid, server.metric("completion_tokens_total"))
-            _ends_at_once(server)
+            ends_at_once(server)
 
     return run
 
 
-def _pause(pid: int, seconds: float = HICCUP_SECONDS) -> None:
+def pause(pid: int, seconds: float = HICCUP_SECONDS) -> None:
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
     os.kill(pid, signal.SIGCONT)
@@ -248,7 +265,7 @@ def rank_dies_again(victim: int, number: signal.Signals, phase: str) -> Callable
             assert server.metric("restarts_total") == 2
             logs_agree(world, server.pid, server.metric("completion_tokens_total"))
             left_nothing(server, old + pids)
-            _ends_at_once(server)
+            ends_at_once(server)
 
     return run
 
@@ -259,7 +276,9 @@ def proxy_dies(phase: str) -> Callable[[World], None]:
     def run(world: World) -> None:
         with running(world) as server:
             readers: list[Reader] = []
-            if phase in STARTING:
+            if phase in RESTARTING:
+                pids = start_again(world, server, phase)
+            elif phase in STARTING:
                 pids = wait_ranks(world, server)
                 if phase == "load":
                     wait_loading(server)
@@ -289,7 +308,10 @@ def proxy_pauses(phase: str) -> Callable[[World], None]:
     def run(world: World) -> None:
         with running(world) as server:
             readers: list[Reader] = []
-            if phase in STARTING:
+            restarts = int(phase in RESTARTING)
+            if restarts:
+                start_again(world, server, phase)
+            elif phase in STARTING:
                 wait_ranks(world, server)
                 if phase == "load":
                     wait_loading(server)
@@ -297,7 +319,7 @@ def proxy_pauses(phase: str) -> Callable[[World], None]:
                 server.wait_ready()
                 readers = enter(world, server, phase)
             pids = wait_ranks(world, server)
-            _pause(server.pid, WATCHDOG_SECONDS + 1)
+            pause(server.pid, WATCHDOG_SECONDS + 1)
             for reader in readers:
                 reader.join(60)
                 whole(world, reader, world.long)
@@ -306,73 +328,12 @@ def proxy_pauses(phase: str) -> Callable[[World], None]:
                 left_nothing(server, pids)
                 logs_agree(world, server.pid, None)
                 return
+            server.wait_log("ready on", count=1 + restarts)
             server.wait_ready()
             serves(world, server)
-            assert server.metric("restarts_total") == 0
+            assert server.metric("restarts_total") == restarts
             logs_agree(world, server.pid, server.metric("completion_tokens_total"))
-            _ends_at_once(server)
-
-    return run
-
-
-def door_opens(
-    door: str, text: str, *, words: str, survives: bool, most_tokens: int | None = None
-) -> Callable[[World], None]:
-    """A fault ordered by a door while an answer is made: it changes nothing (`survives`), or both ranks stop with `words`
-    in the log, after at most `most_tokens` pieces of text."""
-
-    def run(world: World) -> None:
-        with running(world, **{door: text}) as server:
-            server.wait_ready()
-            old = wait_ranks(world, server)
-            reader = Reader(server, world.body(world.long // 2))
-            reader.join(60)
-            if survives:
-                whole(world, reader, world.long // 2)
-                serves(world, server)
-                assert server.metric("restarts_total") == 0
-            else:
-                broken_off(world, reader)
-                assert reader.pieces <= (most_tokens or world.long), reader.text
-                server.wait_log(words)
-                server.wait_log("ready on", count=2)
-                left_nothing(server, old)
-                serves(world, server)
-            logs_agree(world, server.pid, server.metric("completion_tokens_total"))
-            _ends_at_once(server)
-
-    return run
-
-
-def starts_badly(door: str, text: str, words: str) -> Callable[[World], None]:
-    """A fault ordered by a door before the first ready: the start ends with one message and leaves nothing."""
-
-    def run(world: World) -> None:
-        with running(world, **{door: text}) as server:
-            pids = wait_ranks(world, server)
-            assert server.wait_exit(START_SECONDS) == 1
-            assert words in server.log, server.log
-            assert len([line for line in server.lines if line.startswith("duovolt:")]) == 1
-            left_nothing(server, pids)
-
-    return run
-
-
-def starts_oddly(text: str, words: str | None) -> Callable[[World], None]:
-    """A rank that is late (`words` None) is waited for; one that never comes, or comes twice, ends the start."""
-
-    def run(world: World) -> None:
-        with running(world, DUOVOLT_START_FAULT=text) as server:
-            if words is None:
-                server.wait_ready()
-                serves(world, server)
-                assert server.metric("restarts_total") == 0
-                _ends_at_once(server)
-                return
-            pids = wait_ranks(world, server)
-            assert server.wait_exit(START_SECONDS) == 1
-            assert words in server.log, server.log
-            left_nothing(server, pids)
+            ends_at_once(server)
 
     return run
 

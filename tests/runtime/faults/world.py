@@ -90,11 +90,13 @@ def real_world(
     """`ranks`, or those of the fixture's tiny model, served with `more` options; with `asks`, the plain answers are asked for
     once, beside the first trials.
 
-    A card makes thousands of a small model's tokens a second: answers and prompt are longer there.
+    A card makes thousands of a small model's tokens a second: answers and prompt are longer there. The CUDA engine without
+    a card takes half a second for a chunk.
     """
     from ..real_model import make_ranks as make_real_ranks
 
-    long, prompt = (12000, 15000) if backend == "cuda" and "cpu" not in more else (90, 3500)
+    cards = backend == "cuda" and "cpu" not in more
+    long, prompt = (12000, 15000) if cards else (90, 900 if backend == "cuda" else 3500)
     options = [
         "--backend",
         backend,
@@ -118,7 +120,7 @@ def real_world(
 def ask_plainly(world: World, server: Server) -> None:
     """Let a ready server give the plain answers."""
     texts = []
-    with server.client(120) as client:
+    with server.client(_PLAIN_SECONDS) as client:
         for body in (world.body(stream=False), world.body(PREFILL, long_prompt=True, stream=False)):
             reply = client.post("/v1/completions", json=body)
             assert reply.status_code == 200, f"the plain answer failed: {reply.text}\n{server.log}"
