@@ -53,7 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--family",
         nargs="+",
         choices=list(FAMILIES),
-        help="only these, as the card's own code: attention, the gated delta rule, what stands between products, sampling",
+        help="only these, as the card's own code: attention, the gated delta rule, what stands between products, sampling, "
+        "what an operation adds between its neighbours",
     )
     parser.add_argument("--json", action="store_true", help="machine-readable")
 

@@ -14,8 +14,10 @@ from ..checkpoint.errors import InputError
 from . import reference
 from .checks import check, check_dimensions, check_rows, launch
 from .delta_chunks import prefill_chunks
+from .tuning import choice_on
 
 SOURCE = "delta.cu"
+APART_SOURCE = "delta_apart.cu"  # the decoding kernel of another form
 HEAD = 128  # dimensions of a key and of a value head
 TAPS = 4  # width of the convolution
 MAX_TOKENS = 8  # tokens of a sequence in a round
@@ -154,18 +156,23 @@ def delta_decode(
     moves, in place, to each lane's last accepted token; the round's own tokens are remembered for the next one. Once all
     layers are through, `progress` must be advanced.
 
+    Where launches overlap and the card's choice (`tuning.Choice`) has "delta" among `early`, the next launch must not be of
+    the same layer: it could begin before this one has kept what it keeps.
+
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """
     out, stride = _checked(mixed, a, b, weights, memory, progress, batch, out)
+    chosen = choice_on(mixed.device)
+    apart = chosen.delta == "apart"
     launch(
-        SOURCE,
-        "delta_decode",
-        (HEAD // _BLOCK_ROWS, weights.value_heads, batch.lanes.shape[0]),
-        _THREADS,
+        APART_SOURCE if apart else SOURCE,
+        "delta_decode_apart" if apart else "delta_decode",
+        (HEAD // _BLOCK_ROWS * weights.value_heads // weights.key_heads, weights.key_heads, batch.lanes.shape[0]),
+        2 * _THREADS if apart else _THREADS,
         (
             *(mixed, a, b, stride, weights.conv, weights.a_log, weights.dt_bias, memory.rows, memory.state),
             *(memory.state.shape[0], batch.lanes, progress.accepted, progress.turn, batch.counts, batch.firsts),
-            *(out, weights.key_heads, _EPS),
+            *(out, _EPS, int("delta" in chosen.early)),
         ),
         mixed.device,
         overlap=True,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from . import checks, norm
+from .tuning import choice_on
 
 SOURCE = "mailbox.cu"
 WORD_BYTES = 8
@@ -38,6 +39,7 @@ class LinkStruct(ctypes.Structure):
         ("slot", ctypes.c_uint32),
         ("rank", ctypes.c_int32),
         ("far", ctypes.c_int32),
+        ("early", ctypes.c_int32),
     )
 
 
@@ -69,7 +71,13 @@ class Link:
             self.slot,
             self.rank,
             int(self.far),
+            int(self.early),
         )
+
+    @property
+    def early(self) -> bool:
+        """Whether the next launch may begin while words travel, where launches overlap: the card's choice."""
+        return "exchange" in choice_on(self.state.device).early
 
 
 def new_state(
@@ -117,7 +125,7 @@ def reduce_norm(
         checks.check("overflows", overflows, torch.int32, (rows,), device)
     _words(link, part.numel(), 2)
     arguments = (link.struct, part, x, strides[0], weight, out, strides[1], overflows, columns, float(eps))
-    checks.launch(SOURCE, "mailbox_reduce_norm", rows, norm.row_threads(columns), arguments, device)
+    checks.launch(SOURCE, "mailbox_reduce_norm", rows, norm.row_threads(columns), arguments, device, overlap=link.early)
 
 
 def gather(link: Link, part: Tensor, out: Tensor) -> None:
@@ -182,4 +190,4 @@ def _words(link: Link, values: int, values_a_word: int) -> int:
 def _launch(link: Link, name: str, words: int, arguments: tuple[checks.Argument, ...]) -> None:
     share = _THREADS if words <= _ONE_EACH else 4 * _THREADS
     blocks = min(MAX_BLOCKS, -(-words // share))
-    checks.launch(SOURCE, name, blocks, _THREADS, (link.struct, *arguments), link.state.device)
+    checks.launch(SOURCE, name, blocks, _THREADS, (link.struct, *arguments), link.state.device, overlap=link.early)

@@ -105,8 +105,8 @@ torch_ops = Ops(
 
 
 SOURCES = (
-    *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta_chunks.SOURCE, prefill.SOURCE, wide.SOURCE),
-    *(prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
+    *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
+    *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
     *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 

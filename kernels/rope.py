@@ -42,6 +42,9 @@ def qkv_rope(
     slots         int32 [T], page * 64 + offset; outside of the pool (-1): key and value are dropped
     overflows     int32 [T], gains the number of elements that fp16 cannot hold and that became +-65504
 
+    Where launches overlap, the launch before must have waited before it admitted this one, as products do: tables, positions and
+    slots are read before it has ended.
+
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if the kernel cannot start.
     """
     out, stride = _checked(projection, query_weight, key_weight, tables, axes, positions, slots, cache, out, overflows)

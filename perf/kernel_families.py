@@ -4,7 +4,7 @@ measures linears: cold, in captured graphs, beside a plain read of as many bytes
 Bytes are those that an operation must read and write once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,13 +15,15 @@ from ..kernels import norm, reference
 from ..kernels.attention import Sequences, decode_attention
 from ..kernels.delta import HEAD, DeltaState, DeltaWeights, Progress, Round, delta_decode, delta_prefill
 from ..kernels.kvcache import DIM, PAGE, KVCache
+from ..kernels.linear import linear, linears
 from ..kernels.logprobs import log_probabilities
-from ..kernels.module import forced_arch
+from ..kernels.module import forced_arch, overlapping
 from ..kernels.prefill_attention import gather, prefill_attention
 from ..kernels.rope import qkv_rope
 from ..kernels.sampling import decide
 from ..kernels.sampling_state import Cuts, Decision, Distributions, LaneSampling
-from .kernels import read_seconds, time_graph
+from ..kernels.weights import Weight
+from .kernels import CASES, random_weight, read_seconds, time_graph
 
 POOL_BYTES = 512 << 20
 HIDDEN, Q_HEADS, KV_HEADS, KEY_HEADS, VALUE_HEADS, VOCABULARY = 5120, 12, 2, 8, 24, 248320
@@ -146,6 +148,20 @@ def delta(device: torch.device) -> Iterator[Measurement]:
     yield Measurement("prefill, 2,048 tokens, chunked", nbytes, [partial(plain, chunked=True)], [plain], "recurrent")
 
 
+def _turning(device: torch.device) -> Callable[..., Tensor]:
+    """`qkv_rope` without a projection and places, into an int8 cache of its own."""
+    cosines, sines = reference.rope_table(4096, reference.inverse_frequencies(DIM, 0.25, 1e7))
+    return partial(
+        qkv_rope,
+        query_weight=torch.randn(DIM, device=device),
+        key_weight=torch.randn(DIM, device=device),
+        tables=(cosines.to(device), sines.to(device)),
+        axes=reference.mrope_axes(32, [11, 11, 10]).int().to(device),
+        cache=_cache(8192, device, int8=True),
+        eps=EPS,
+    )
+
+
 def elementwise(device: torch.device) -> Iterator[Measurement]:
     """What stands between the products."""
     for tokens in (4, 2048):
@@ -167,20 +183,8 @@ def elementwise(device: torch.device) -> Iterator[Measurement]:
         yield Measurement(f"embed, {tokens:,} tokens", tokens * HIDDEN * 6, calls)
         width = 2 * (Q_HEADS + KV_HEADS) * DIM
         projection = torch.randn(sets, tokens, width, device=device)
-        cache = _cache(8192, device, int8=True)
         places = torch.arange(tokens, device=device, dtype=torch.int32)
-        cosines, sines = reference.rope_table(4096, reference.inverse_frequencies(DIM, 0.25, 1e7))
-        turn = partial(
-            qkv_rope,
-            query_weight=torch.randn(DIM, device=device),
-            key_weight=torch.randn(DIM, device=device),
-            tables=(cosines.to(device), sines.to(device)),
-            axes=reference.mrope_axes(32, [11, 11, 10]).int().to(device),
-            positions=places.expand(3, tokens).contiguous(),
-            slots=places,
-            cache=cache,
-            eps=EPS,
-        )
+        turn = partial(_turning(device), positions=places.expand(3, tokens).contiguous(), slots=places)
         nbytes = tokens * DIM * (4 * (Q_HEADS + 2 * KV_HEADS) + 2 * Q_HEADS) + tokens * KV_HEADS * (2 * DIM + 16)
         yield Measurement(f"qkv_rope int8, {tokens:,} tokens", nbytes, [partial(turn, part) for part in projection])
 
@@ -203,7 +207,102 @@ def sampling(device: torch.device) -> Iterator[Measurement]:
     )
 
 
-FAMILIES = {"attention": attention, "delta": delta, "elementwise": elementwise, "sampling": sampling}
+def neighbours(device: torch.device) -> Iterator[Measurement]:
+    """What the delta rule and rotary embedding add to a round: the launches that stand beside each, with it and without.
+
+    Norm, projection, the operation (with its gated norm), output projection, cold weights; one after the other, and as in a
+    captured round, where launches overlap. The time is of all of them; the difference to the peer is what the operation adds.
+    """
+    projections = {case.name: case.matrices for case in CASES if case.name in ("delta in", "attention in", "mixer out")}
+    for tokens in (1, 4):
+        for what, name in (("delta rule", "delta in"), ("qkv_rope", "attention in")):
+            layers = _copies(
+                sum(rows * columns for _, rows, columns in (*projections[name], *projections["mixer out"]))
+            )
+            walk = _delta_layer if what == "delta rule" else _attention_layer
+            steps = [walk(tokens, projections[name], projections["mixer out"][0], device) for _ in range(layers)]
+            nbytes = steps[0].nbytes
+            for overlap in (False, True):
+                how = "overlapping" if overlap else "in turn"
+                with_it, without = ([partial(one.run, overlap, whole) for one in steps] for whole in (True, False))
+                yield Measurement(
+                    f"{what} and neighbours, {how}, {tokens} tokens", nbytes, with_it, without, "without it"
+                )
+            del steps, with_it, without
+
+
+@dataclass(frozen=True)
+class _Neighbours:
+    """Launches in a row; `own`: which of them are the operation's."""
+
+    launches: Sequence[Callable[[], object]]
+    own: Collection[int]
+    nbytes: int
+
+    def run(self, overlap: bool, whole: bool) -> None:
+        with overlapping(overlap):
+            for number, launch in enumerate(self.launches):
+                if whole or number not in self.own:
+                    launch()
+
+
+def _small_weight(matrix: tuple[str, int, int], device: torch.device) -> Weight:
+    """Random, with products that fp16 holds."""
+    weight = random_weight(*matrix, device)
+    weight.scale.fill_(2.0**-14)
+    return weight
+
+
+def _delta_layer(
+    tokens: int, matrices: Sequence[tuple[str, int, int]], last: tuple[str, int, int], device: torch.device
+) -> _Neighbours:
+    weights, _, _, _ = _delta_parts(tokens, device)
+    x = torch.randn(tokens, HIDDEN, device=device)
+    normed, narrow = (torch.empty(tokens, n, dtype=torch.float16, device=device) for n in (HIDDEN, VALUE_HEADS * HEAD))
+    widths = [rows for _, rows, _ in matrices]
+    projection = torch.zeros(tokens, -(-sum(widths) // 4) * 4, device=device)
+    mixed, gate, b, a = projection[:, : sum(widths)].split(widths, dim=1)
+    products, output = [_small_weight(matrix, device) for matrix in matrices], _small_weight(last, device)
+    state, progress = DeltaState.empty(1, weights), Progress.empty(1, device)
+    progress.accepted.fill_(tokens)
+    out = torch.empty(tokens, VALUE_HEADS, HEAD, device=device)
+    small, batch = torch.ones(HEAD, device=device), Round.of([0], [tokens], device)
+    launches = (
+        partial(norm.rms_norm, x, torch.zeros(HIDDEN, device=device), EPS, out=normed),
+        partial(linears, normed, products, [mixed, gate, b, a]),
+        partial(delta_decode, mixed, a, b, weights, state, progress, batch, out),
+        partial(norm.gated_rms_norm, out, gate, small, EPS, out=narrow),
+        partial(linear, narrow, output, x, residual=x),
+    )
+    return _Neighbours(launches, {2}, sum(w.nbytes for w in (*products, output)) + 2 * state.state.nbytes)
+
+
+def _attention_layer(
+    tokens: int, matrices: Sequence[tuple[str, int, int]], last: tuple[str, int, int], device: torch.device
+) -> _Neighbours:
+    x = torch.randn(tokens, HIDDEN, device=device)
+    normed = torch.empty(tokens, HIDDEN, dtype=torch.float16, device=device)
+    query = torch.zeros(tokens, Q_HEADS, DIM, dtype=torch.float16, device=device)
+    widths = [rows for _, rows, _ in matrices]
+    projection = torch.zeros(tokens, sum(widths), device=device)
+    products, output = [_small_weight(matrix, device) for matrix in matrices], _small_weight(last, device)
+    places = torch.arange(tokens, device=device, dtype=torch.int32)
+    launches = (
+        partial(norm.rms_norm, x, torch.zeros(HIDDEN, device=device), EPS, out=normed),
+        partial(linears, normed, products, list(projection.split(widths, dim=1))),
+        partial(_turning(device), projection, positions=places.expand(3, tokens).contiguous(), slots=places, out=query),
+        partial(linear, query.flatten(1), output, x, residual=x),
+    )
+    return _Neighbours(launches, {2}, sum(w.nbytes for w in (*products, output)))
+
+
+FAMILIES = {
+    "attention": attention,
+    "delta": delta,
+    "elementwise": elementwise,
+    "sampling": sampling,
+    "neighbours": neighbours,
+}
 
 
 def measure_families(names: Sequence[str], arch: str, device: torch.device) -> Iterator[FamilyRow]:

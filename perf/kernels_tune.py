@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from ..checkpoint.errors import EnvironmentFault
-from ..kernels.tuning import BAND, HALF_STAGES, Choice, using
+from ..kernels.tuning import BAND, HALF_STAGES, Choice, choice_on, using
 from ..kernels.weights import Weight
 from .kernels import CASES, Case, PrefillRow, copies_of, launches, measure_prefill, random_weight, time_graph
 
@@ -59,7 +59,8 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
         tell(f"{found:8.2f} us  {told(chosen)}")
         return found
 
-    best, everything = Choice(), tuple(sets)
+    kept = choice_on(device)  # what is not tried here stays as it was chosen
+    best, everything = Choice(delta=kept.delta, early=kept.early), tuple(sets)
 
     def settle(names: tuple[str, ...], choices: list[Choice]) -> Choice:
         return min(choices, key=lambda one: mean(one, names))

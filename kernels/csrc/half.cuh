@@ -6,7 +6,28 @@
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 
 template <class T> __device__ __forceinline__ T read(const T *address) { return *address; }
+// Read where it stands: the compiler moves it behind no branch and behind no other such read. A word or four.
+template <class T> __device__ __forceinline__ T read_here(const T *address) {
+    union {
+        unsigned words[sizeof(T) / 4];
+        T value;
+    } found;
+    static_assert(sizeof(T) == 4 || sizeof(T) == 16, "a word or four");
+    if constexpr (sizeof(T) == 4) {
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(found.words[0]) : "l"(address));
+    } else {
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(found.words[0]), "=r"(found.words[1]), "=r"(found.words[2]), "=r"(found.words[3])
+                     : "l"(address));
+    }
+    return found.value;
+}
 template <class T> __device__ __forceinline__ void write(T *address, T value) { *address = value; }
+
+// Barrier `id`, 1 to 15, of `threads` threads in whole warps.
+template <int id> __device__ __forceinline__ void meet(int threads) {
+    asm volatile("bar.sync %0, %1;" ::"n"(id), "r"(threads) : "memory");
+}
 
 // Of integers alone: sums of floats would depend on the order of the threads.
 __device__ __forceinline__ void add(int *address, int value) { atomicAdd(address, value); }

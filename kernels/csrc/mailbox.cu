@@ -31,6 +31,7 @@ struct Link {
     unsigned slot;     // words of an inbox half
     int rank;
     int far;           // the inbox is read over PCIe: one thread of a block looks until its words are there
+    int early;         // the next launch may begin while words travel
 };
 
 struct Turn {
@@ -198,8 +199,18 @@ __device__ __forceinline__ float2 joined(int rank, unsigned own, unsigned other)
     return {first.x + second.x, first.y + second.y};
 }
 
+// Where launches overlap. Steps, parts and what the launch before has written are read behind it: so a rank pushes a step
+// after its kernels of all earlier steps have ended, as if launches took turns.
+__device__ __forceinline__ void await_turn(const Link &link) {
+    await_previous();
+    if (link.early) {
+        admit_next();
+    }
+}
+
 // part: fp16 pairs [words]; out: FP32 pairs [words], rank 0's part + rank 1's.
 extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float2 *out, int words) {
+    await_turn(link);
     const Turn turn = begin(link);
     send(link, turn, words, [&](int i) { return read(part + i); });
     const float lost = __uint_as_float(kNothing);
@@ -214,8 +225,12 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
                         unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
     __shared__ float scratch[kRowThreads / 32];
-    const Turn turn = begin(link);
     const int row = blockIdx.x, quads = columns / 4, words = 2 * quads;
+    if (link.early) { // a product comes next, whose weights can come while words travel
+        admit_next();
+    }
+    await_previous();
+    const Turn turn = begin(link);
     const size_t base = static_cast<size_t>(row) * words; // a row's first pairs of each quad, then its second ones
     const uint2 *own = part + static_cast<size_t>(row) * quads;
     float4 *stream = reinterpret_cast<float4 *>(x + static_cast<size_t>(row) * x_stride);
@@ -276,6 +291,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
 // columns, then rank 1's.
 extern "C" __global__ void mailbox_gather(Link link, const float *part, int part_stride, float *out, int out_stride,
                                           int rows, int columns) {
+    await_turn(link);
     const Turn turn = begin(link);
     const int words = rows * columns;
     float *own = out + link.rank * columns, *others = out + (1 - link.rank) * columns;

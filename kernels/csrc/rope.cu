@@ -5,6 +5,11 @@
 
 constexpr int kThreads = 128;
 constexpr int kHalfTurned = 32; // pairs (j, j + 32) of the first 64 dimensions turn
+#if __CUDA_ARCH__ >= 900
+constexpr bool kOverlaps = true; // the projection is asked for behind the launch before
+#else
+constexpr bool kOverlaps = false;
+#endif
 constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
 
 __device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
@@ -153,21 +158,32 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
         to[0] = read(from);
         to[1] = read(from + kDim / 8);
     };
-    // The angle of pair `lane`: which axis, where on it, and what the tables say there.
-    const int axis = read(axes + lane);
+    // The angle of pair `lane`: where on its axis (lane i has read that of axis i), and what the tables say there. Where
+    // launches overlap, that is older than the projection, which the launch before writes.
+    const int axis = read_here(axes + lane);
+    const int place = read_here(positions + min(lane, 2) * tokens + token);
+    const int slot = read_here(slots + token);
+    if (first >= heads) {
+        take_over();
+        return;
+    }
     float4 weights[2], next[2];
-    weights_of(weights, first);
-    take_over();
-    if (first < heads) { // asked for before the angles, which take two reads in a row
+    if (!kOverlaps) {
         load(next, first);
     }
-    const int slot = read(slots + token);
+    weights_of(weights, first);
     const bool stored = slot >= 0 && slot < pages * kPage;
-    const int position = read(positions + (axis == 1 ? 1 : axis == 2 ? 2 : 0) * tokens + token);
+    const int position = __shfl_sync(kAll, place, axis == 1 ? 1 : axis == 2 ? 2 : 0);
     const bool known = position >= 0 && position < table_rows;
     const size_t angle = static_cast<size_t>(known ? position : 0) * kHalfTurned + lane;
-    const float own_cosine = known ? read(cosines + angle) : __uint_as_float(0x7FC00000u);
-    const float own_sine = known ? read(sines + angle) : __uint_as_float(0x7FC00000u);
+    const float read_cosine = read(cosines + angle), read_sine = read(sines + angle);
+    const float own_cosine = known ? read_cosine : __uint_as_float(0x7FC00000u);
+    const float own_sine = known ? read_sine : __uint_as_float(0x7FC00000u);
+    take_over();
+    if (kOverlaps) {
+        load(next, first);
+    }
+    __syncwarp();
     float cosine[4], sine[4]; // of the first four dimensions of this lane, if they turn
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -59,11 +59,6 @@ __device__ __forceinline__ int kept(int value) {
     return same;
 }
 
-// Waits for `threads` threads of the block, whole warps, that wait here with the same `group`; leaves __syncthreads alone.
-__device__ __forceinline__ void group_barrier(int group, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
-}
-
 // The same value, of which the compiler knows nothing: what it is made of is not computed anew where it is used.
 __device__ __forceinline__ int opaque(int value) { return __shfl_sync(0xFFFFFFFFu, value, threadIdx.x % 32); }
 __device__ __forceinline__ unsigned opaque(unsigned value) { return opaque(static_cast<int>(value)); }

@@ -9,7 +9,6 @@
 #pragma once
 #include "half.cuh"
 #include "linear_task.cuh"
-#include "shared.cuh"
 
 namespace wide {
 
@@ -30,6 +29,15 @@ constexpr float kLargest = 65504.0f;
 // four tiles for two tokens, meet all banks.
 __device__ __forceinline__ int chunk_place(int token, int chunk) {
     return token * kStepBytes + (chunk ^ (token % kChunks)) * 16;
+}
+
+// Waits for the warps of the own group.
+__device__ __forceinline__ void meet_group() {
+    if (threadIdx.x < kGroupThreads) {
+        meet<1>(kGroupThreads);
+    } else {
+        meet<2>(kGroupThreads);
+    }
 }
 
 // Bands by number: those of all matrices one after another, or the gate and the up of a band in turn.

@@ -113,7 +113,7 @@ template <class Weight, int kTiles> struct AmpereSteps {
     // product takes four columns of each of four tiles.
     __device__ void multiply(float (&sum)[kBands][kTiles][8]) {
         wait_copies<kStages<Weight> - 2>();
-        group_barrier(threadIdx.x / kGroupThreads, kGroupThreads); // the others' copies, and all left what is filled next
+        meet_group(); // the others' copies, and all left what is filled next
         load();
         const SharedAddress stage = stages + multiplied * kStageBytes;
         multiplied = multiplied + 1 == kStages<Weight> ? 0 : multiplied + 1;

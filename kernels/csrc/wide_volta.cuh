@@ -38,7 +38,7 @@ template <class Weight, int kTiles> struct VoltaSteps {
         for (int i = 0; i < kCopies; ++i) {
             store_tokens(now, i, token_bytes(step, i));
         }
-        group_barrier(group, kGroupThreads);
+        meet_group();
     }
 
     __device__ static int token(int lane, int i) { return (lane & 1) + (i & 2) + lane / 16 * 4; }
@@ -115,7 +115,7 @@ template <class Weight, int kTiles> struct VoltaSteps {
                 store_tokens(other, tile, bytes);
             }
         }
-        group_barrier(threadIdx.x / kGroupThreads, kGroupThreads); // the next step is there, this one's place is free
+        meet_group(); // the next step is there, this one's place is free
         step += kGroups;
         --steps;
         unsigned char *left = now;

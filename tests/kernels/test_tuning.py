@@ -15,7 +15,10 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
-    first, second = Choice(STAGES | {"fp8": 5}, rows=0), Choice(blocks_a_sm=2)
+    first, second = (
+        Choice(STAGES | {"fp8": 5}, rows=0, delta="apart"),
+        Choice(blocks_a_sm=2, early=frozenset({"exchange", "delta"})),
+    )
     tuning.store("one card", first)
     path = tuning.store("another", second)
     assert tuning.read() == {"one card": first, "another": second} and path == tuning.path()
@@ -34,6 +37,8 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"wide_up_to": 5000}}',
         '{"card": {"wide_from": 0}}',
         '{"card": {"unknown": 1}}',
+        '{"card": {"delta": "twice"}}',
+        '{"card": {"early": ["norm"]}}',
         '{"card": {"rows": 8}}',
         '{"card": {"half_stages": {"nvfp4": 3}}}',
         '{"card": {"mixed_stages": 1}}',

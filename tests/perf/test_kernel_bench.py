@@ -2,15 +2,16 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault
 from duovolt.cli.main import main
-from duovolt.kernels import tuning
+from duovolt.kernels import checks, tuning
 from duovolt.kernels.tuning import HALF_STAGES, STAGES, Choice, choice
-from duovolt.perf import kernels, kernels_tune
+from duovolt.perf import kernel_families, kernels, kernels_tune
 from duovolt.perf.kernels import Case, PrefillRow
 from duovolt.perf.kernels_tune import LONG_PROMPT, PROMPTS, with_prompts
 
@@ -63,6 +64,39 @@ def test_bench_prints_a_line_a_case_and_what_is_left_out(monkeypatch, capsys):
     assert {fact["case"] for fact in facts} == {case.name for case in SMALL}
     gate = next(fact for fact in facts if fact["case"] == "gate up")
     assert gate["nbytes"] == 2 * (64 * 32 // 2 + 64 * 2 + 4) and gate["share"] == 0.5 and gate["without"] == ""
+
+
+def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(monkeypatch):
+    """On the CPU, with launches that are only written down: every argument passes the operations' own checks."""
+    names = []
+
+    class Recorder:
+        def launch(self, name, *arguments):
+            names.append(name)
+
+    monkeypatch.setattr(checks, "module_on", lambda source, device: Recorder())
+    for name in ("linear", "linears"):
+        monkeypatch.setattr(kernel_families, name, lambda *a, name=name, **k: names.append(name))
+    monkeypatch.setattr(kernel_families, "POOL_BYTES", 1)
+    monkeypatch.setattr(
+        kernel_families, "random_weight", lambda *matrix: SimpleNamespace(scale=torch.ones(1), nbytes=matrix[1])
+    )
+    found = list(kernel_families.neighbours(torch.device("cpu")))
+    assert [one.name.split(",")[0] for one in found[:4:2]] == ["delta rule and neighbours", "qkv_rope and neighbours"]
+    for one in found:
+        for launches in (one.launches, one.peer):
+            names.append("|")
+            launches[0]()
+    runs = [run.split() for run in " ".join(names).split("|")[1:]]
+    assert runs[0] == ["rms_norm", "linears", "delta_decode", "gated_rms_norm", "linear"]
+    assert runs[4] == ["rms_norm", "linears", "qkv_rope_int8", "linear"]
+    assert [len(run) for run in runs[:8]] == [5, 4, 5, 4, 4, 3, 4, 3] and runs[:8] == runs[8:16]
+
+
+def test_tune_keeps_what_it_does_not_try(monkeypatch):
+    monkeypatch.setattr(kernels_tune, "time_graph", lambda calls: 1e-6)
+    with tuning.using(Choice(delta="apart")):
+        assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen.delta == "apart"
 
 
 def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):

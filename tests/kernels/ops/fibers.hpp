@@ -51,7 +51,7 @@ struct Fiber {
 static Fiber fibers[kMaxThreads];
 static jmp_buf scheduler;
 static int running;
-static Barrier block_barrier, warp_barriers[kMaxThreads / 32], group_barriers[2];
+static Barrier block_barrier, warp_barriers[kMaxThreads / 32], named_barriers[16];
 static void (*body)(const void *);
 static const void *body_argument;
 
@@ -76,6 +76,7 @@ template <class T> T read(const T *address) {
     return T{};
 }
 template <class T> T stream(const T *address) { return read(address); }
+template <class T> T read_here(const T *address) { return read(address); }
 template <class T> T __ldg(const T *address) { return read(address); }
 template <class T> T __ldcs(const T *address) { return read(address); }
 template <class T> void write(T *address, T value) {
@@ -105,14 +106,11 @@ inline void wait(Barrier &barrier) {
     self.waiting = nullptr;
 }
 inline void __syncthreads() { wait(block_barrier); }
-inline void __syncwarp(unsigned = ~0u) { wait(warp_barriers[threadIdx.x / 32]); }
-
-inline void group_barrier(int group, int threads) {
-    if (!group_barriers[group].expected) {
-        group_barriers[group].expected = threads;
-    }
-    wait(group_barriers[group]);
+template <int id> void meet(int threads) {
+    named_barriers[id].expected = threads;
+    wait(named_barriers[id]);
 }
+inline void __syncwarp(unsigned = ~0u) { wait(warp_barriers[threadIdx.x / 32]); }
 
 static char slots[2][kMaxThreads][64];
 // What `value` is in lane `lane` of the warp; slots alternate, so that one barrier is enough.
@@ -328,6 +326,31 @@ template <int pending> void wait_copies() {
     }
 }
 
+// A piece that has landed when it is waited for; until then there is NaN. As on a card, a wait for the parity before the one
+// under way returns at once.
+struct Landing { void *to; const char *from; unsigned bytes, landed; bool ordered; };
+inline void expect_landings(Landing *landing) { *landing = {}; }
+inline void copy_bulk(void *to, const void *from, unsigned bytes, Landing *landing) {
+    stray += landing->ordered || reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0;
+    std::memset(to, 0xFF, bytes);
+    *landing = {to, static_cast<const char *>(from), bytes, landing->landed, true};
+}
+inline void await_landing(Landing *landing, unsigned parity) {
+    if (landing->landed % 2 != parity) {
+        return;
+    }
+    if (!landing->ordered) {
+        ++stray; // nobody has ordered it: a card would wait for ever, or see it too early
+        return;
+    }
+    for (unsigned i = 0; i < landing->bytes; i += 16) {
+        const uint4 piece = read(reinterpret_cast<const uint4 *>(landing->from + i));
+        std::memcpy(static_cast<char *>(landing->to) + i, &piece, 16);
+    }
+    ++landing->landed;
+    landing->ordered = false;
+}
+
 static void enter() {
     body(body_argument);
     Fiber &self = fibers[running];
@@ -345,7 +368,7 @@ static void enter() {
 // False if the block's threads wait for one another for ever.
 static bool run_block(int threads) {
     block_barrier = Barrier{threads};
-    group_barriers[0] = group_barriers[1] = Barrier{};
+    std::fill(std::begin(named_barriers), std::end(named_barriers), Barrier{});
     for (int warp = 0; warp < threads / 32; ++warp) {
         warp_barriers[warp] = Barrier{32};
     }

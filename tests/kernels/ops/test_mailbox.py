@@ -19,6 +19,8 @@ import torch
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.kernels import build as builder
 from duovolt.kernels import checks, mailbox, norm
+from duovolt.kernels.module import overlapping
+from duovolt.kernels.tuning import Choice, using
 from duovolt.perf.volta_report import find_disassembler
 
 from .conftest import ON_GPU, Emulated
@@ -260,6 +262,32 @@ def test_a_sum_with_residual_and_norm_has_the_bits_of_the_plain_form(pair, colum
     else:
         assert torch.equal(first[1], expected[1])
     assert steps(two.links[0]) == {3}
+
+
+def test_exchanges_that_let_the_next_launch_begin_give_the_same(pair):
+    """Three kinds in turn, each behind another, on parts that the one before has written (on a card launches overlap)."""
+    two, columns = pair(), 1024
+    parts, wide = halves((2, columns), 5), torch.randn(2, columns)
+
+    def turns(link):
+        device = link.state.device
+        part, weight = parts[link.rank].clamp(-8, 8).to(device), wide[0].to(device)
+        x, total = wide.clone().to(device), torch.empty(2, columns, device=device)
+        both, found = torch.empty(2, 2 * columns, device=device), []
+        for _ in range(4):
+            out = torch.empty(2, columns, dtype=torch.float16, device=device)
+            mailbox.reduce_norm(link, part, x, weight, EPS, out)
+            mailbox.reduce(link, out, total)
+            mailbox.gather(link, total, both)
+            part = out
+            found += [out, total.clone(), both.clone()]
+        return [one.cpu() for one in (*found, x)]
+
+    late, _ = two.run(turns)
+    with using(Choice(early=frozenset({"exchange"}))), overlapping():
+        for early in two.run(turns):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(early, late, strict=True))
+    assert steps(two.links[0]) == {25}
 
 
 def test_a_lost_peer_makes_the_norm_nan(pair):

@@ -16,6 +16,7 @@ SOURCES = (
     "attention",
     "attention_prefill",
     "delta",
+    "delta_apart",
     "delta_chunks",
     "kvcache",
     "linear_wide",
