@@ -20,13 +20,14 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
     static constexpr int kTurnX = kTurn * 2 * kColumns;    // bytes of a token's activations in a turn
 
     Walk<kTurn> ahead;
+    const int full;                      // turns of a band that lack no tile
     const unsigned char *words, *scales; // of this lane, in the first turn of the item that is loaded
     const unsigned char *x;              // this lane's tile of its token of the first token tile, in the first turn
     SharedAddress stage, free, end;      // of this warp's ring: the stage to multiply next, the one to fill next
     int lane, first, to, scales_to, from, scales_from; // offsets in a stage: of this lane's copies, and of what it multiplies
 
     __device__ AmpereTurns(const Task &task, Items items, unsigned char *shared)
-        : ahead(task, items), stage(shared_address(shared + threadIdx.x / 32 * kStages * kStageBytes)), free(stage),
+        : ahead(task, items), full(task.groups / kTurn), stage(shared_address(shared + threadIdx.x / 32 * kStages * kStageBytes)), free(stage),
           lane(kept(threadIdx.x % 32)), first(opaque(ahead.turn)), to(kept(place(lane))),
           scales_to(kept(lane / (kHeld / 16) * kTileStride + kTileBytes + lane % (kHeld / 16) * 16)) {
         find_item();
@@ -87,10 +88,9 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
     __device__ void load() {
 #ifndef ABLATE_LOADS
         const SharedAddress own = free + to, own_scales = free + scales_to;
-        const int tiles = ahead.task.groups - ahead.turn * kTurn; // that there are from here on
         const unsigned char *from_words = words + static_cast<long long>(ahead.turn) * (kTurn * kBandTile);
         const unsigned char *from_scales = scales + static_cast<long long>(ahead.turn) * (kTurn * kRows);
-        if (tiles >= kTurn) {
+        if (ahead.turn < full) {
 #pragma unroll
             for (int i = 0; i < kTurnBytes / 512; ++i) {
                 copy_once(own + step(i), from_words + i * kStep);
@@ -99,6 +99,7 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
                 copy_once_if(lane < kScaleLanes, own_scales, from_scales);
             }
         } else if (!ahead.done()) {
+            const int tiles = ahead.task.groups - ahead.turn * kTurn; // that there are from here on
             const unsigned char *valid = words; // any address
 #pragma unroll
             for (int i = 0; i < kTurnBytes / 512; ++i) {
@@ -136,11 +137,10 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
     // the order of columns within a product is free as long as both sides agree.
     __device__ void multiply(float (&sum)[kTiles][kHeld / 4], int turn) {
         const Task &task = ahead.task;
-        const int tiles = task.groups - turn * kTurn; // that there are from here on
         const unsigned char *x_now = x + static_cast<long long>(turn) * kTurnX;
         uint4 own[kTurn / 4][kTiles][2];
 #ifndef ABLATE_LOADS
-        if (tiles >= kTurn) {
+        if (turn < full) {
 #pragma unroll
             for (int part = 0; part < kTurn / 4 * kTiles; ++part) {
                 const int four = part / kTiles, tile = part % kTiles;
@@ -158,6 +158,7 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
         } else
 #endif
         { // a last turn that is not full: the weights that are not there are zero, and so is x
+            const int tiles = task.groups - turn * kTurn; // that there are from here on
 #pragma unroll
             for (int part = 0; part < kTurn / 4 * kTiles; ++part) {
                 const int four = part / kTiles, tile = part % kTiles;
