@@ -29,6 +29,7 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernels, "CASES", SMALL)
     monkeypatch.setattr(kernels_tune, "CASES", SMALL)
+    monkeypatch.setattr(kernels_tune, "measure_prefill", prompts)
     for module in (kernels, kernels_tune):
         monkeypatch.setattr(module, "copies_of", lambda nbytes, pool=0: 2)
     monkeypatch.setattr("duovolt.cli.bench_kernels.CASES", SMALL)
@@ -136,7 +137,6 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
         return (10 + wrong + abs(now.blocks_a_sm - 2)) * 1e-6
 
     monkeypatch.setattr(kernels_tune, "time_graph", clock)
-    monkeypatch.setattr(kernels_tune, "measure_prefill", prompts)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a card")
     assert main(["kernels", "tune"]) == 0
     out = capsys.readouterr().out
@@ -199,7 +199,6 @@ def test_tune_asks_an_older_card_only_for_its_blocks(monkeypatch):
         return 1e-5
 
     monkeypatch.setattr(kernels_tune, "time_graph", clock)
-    monkeypatch.setattr(kernels_tune, "measure_prefill", prompts)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
     assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen == Choice(wide_from=25, wide_up_to=192)
     blocks = [Choice(blocks_a_sm=n) for n in (0, 2, 3)]
