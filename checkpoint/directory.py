@@ -45,7 +45,7 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: a directory, where a file was expected.") from None
 
 
-def require_report_place(file: Path | None, checkpoints: Iterable[Path | None]) -> None:
+def require_report_place(file: Path | None, checkpoints: Iterable[Path | None], option: str = "--json") -> None:
     """Raises InputError, before any work, if a report cannot lie at `file`: no directory, or in one of `checkpoints`.
 
     A report in a checkpoint's directory would overwrite a file of it, or be a stranger there for every later proof.
@@ -53,14 +53,14 @@ def require_report_place(file: Path | None, checkpoints: Iterable[Path | None]) 
     if file is None:
         return
     if not file.parent.is_dir():
-        raise InputError(f"--json {file}: there is no directory {file.parent}.")
+        raise InputError(f"{option} {file}: there is no directory {file.parent}.")
     if file.is_dir():
-        raise InputError(f"--json {file}: a directory, where a file is to be written.")
+        raise InputError(f"{option} {file}: a directory, where a file is to be written.")
     place = file.resolve()
     for directory in checkpoints:
         if directory is not None and directory.resolve() in place.parents:
             raise InputError(
-                f"--json {file}: lies in {directory}, where a report does not belong. Choose another place."
+                f"{option} {file}: lies in {directory}, where a report does not belong. Choose another place."
             )
 
 

@@ -3,7 +3,9 @@
 import argparse
 from pathlib import Path
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
+from ..kernels.build import options
 from ..perf.curve import Curve, read_curve
 from ..perf.curve_measure import KERNELS, LEAST_CACHES, Wanted, measure_curve
 from ..perf.curve_report import draw, table
@@ -41,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--steps is from 1 to 8, --repeats from 3 to 200.")
     if args.pool_mb is not None and args.pool_mb < 1:
         raise InputError("--pool-mb is at least 1.")
+    require_report_place(args.svg, (), "--svg")
+    if args.arch is not None:
+        options(args.arch)
     curve = _measured(args) if args.read is None else read_curve(args.read)
     if args.svg is not None:
         draw(curve, args.svg)

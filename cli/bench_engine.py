@@ -75,14 +75,17 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     with forced_arch(args.arch) if args.arch else nullcontext():
-        if "," not in args.devices or args.twin:
+        from ..perf.pair import Partner, twin, way_between, words_of
+
+        if args.twin:
+            args.twin = Partner.first(args.twin)
+            return _measure(args)
+        if "," not in args.devices:
             return _measure(args)
         devices = [int(word) for word in args.devices.split(",")]
-        from ..perf.pair import twin, way_between, words_of
-
         args.tp, args.way = 2, way_between(args.collective, devices).argument
-        with twin(words_of("engine", args)) as name:
-            args.twin = name
+        with twin(words_of("engine", args)) as partner:
+            args.twin = partner
             return _measure(args, rank=0)
 
 
@@ -147,7 +150,6 @@ class _Setup:
 
         from ..kernels.prefill_attention import torch_attends
         from ..perf.engine import Alone, Bench, product_rate, read_curve_here
-        from ..perf.layerwise import directories_of
         from ..perf.model_source import sheet_at
         from ..perf.sheet import sheet_of
         from ..runtime.engine.cuda.executor import CudaExecutor
@@ -172,7 +174,7 @@ class _Setup:
         if args.dir is not None:
             from ..runtime.engine.cuda.loading import load_cuda_weights
 
-            directory = directories_of(args.dir)[rank]
+            directory = _directory(args, rank)
             weights, report = load_cuda_weights(directory, device)
             self._sheet, load = sheet_at(str(directory), None, None), str(report)
             args.tp = weights.tp_size
@@ -349,7 +351,26 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(
             f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
         )
+    from ..kernels.build import options
+    from ..perf.model_source import sheet_at
+
     require_report_place(args.json, [args.dir])
+    if args.arch is not None:
+        options(args.arch)
+    if args.dir is None:
+        _configured(args)
+    else:
+        sheet_at(str(_directory(args, 0)), None, None)
+
+
+def _directory(args: argparse.Namespace, rank: int) -> Path:
+    """What a rank reads of --dir. Raises InputError for one that has none for it."""
+    from ..perf.layerwise import directories_of
+
+    directories = directories_of(args.dir)
+    if (wanted := args.devices.count(",") + 1) > len(directories):
+        raise InputError(f"--dir {args.dir}: {len(directories)} rank for {wanted} cards.")
+    return directories[rank]
 
 
 def _round_line(row: dict[str, Any]) -> str:

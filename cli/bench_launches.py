@@ -78,14 +78,19 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("bench launches needs a model: `duovolt bench launches qwen3.8-27b`.")
     require_report_place(args.json, ())
     _check(args)
-    if "," not in args.devices or args.twin:
-        return _measure(args, 1 if args.twin else 0)
-    from ..perf.pair import twin, way_between, words_of
+    for source, tp in itertools.product(args.source, args.tp):
+        _model(args, source, tp)
+    from ..perf.pair import Partner, twin, way_between, words_of
 
+    if args.twin:
+        args.twin = Partner.first(args.twin)
+        return _measure(args, 1)
+    if "," not in args.devices:
+        return _measure(args, 0)
     devices = [int(word) for word in args.devices.split(",")]
     args.tp, args.way = [2], way_between(args.collective, devices).argument
-    with twin(words_of("launches", args, positional=("source",))) as name:
-        args.twin = name
+    with twin(words_of("launches", args, positional=("source",))) as partner:
+        args.twin = partner
         return _measure(args, 0)
 
 

@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     config = ModelConfig.read(first[0])
     if args.tokens > config.text.max_position_embeddings:
         raise InputError(f"--tokens {args.tokens}: the model knows {config.text.max_position_embeddings} positions.")
+    tokens = _prompt(args, first[0], config.text.vocab_size)
     devices = _devices(args.devices)
     for backend, arch in ((args.a, args.arch_a), (args.b, args.arch_b)):
         check_arch(arch, backend, devices)
-    tokens = _prompt(args, first[0], config.text.vocab_size)
     reading = Reading(args.chunk, min(args.decode, len(tokens) - 1))
     a = outputs(args.a, first, tokens, devices, args.kv, args.arch_a, reading)
     b = outputs(args.b, second, tokens, devices, args.kv, args.arch_b, reading)

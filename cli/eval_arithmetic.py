@@ -2,11 +2,18 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.errors import EnvironmentFault, InputError
 from .progress import byte_bar
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..runtime.engine.cuda.loading import LoadPlan
 
 DEFAULT_CONTEXT = 131_072
 PATHS = ("fp32", "bf16", "fp16", "int8", "fp16-2", "int8-2")
@@ -56,31 +63,33 @@ def run_arithmetic(args: argparse.Namespace) -> int:
     from ..kernels.module import counted_launches, forced_arch
     from ..perf.arithmetic import depths_of, study
     from ..perf.layerwise import check_arch
+    from ..runtime.engine.cuda.loading import load_planned
 
     if args.paths is None:
         args.paths = list(USUAL if args.ranks is None else USUAL_OF_RANKS)
     _check(args)
+    subject, plans = _subject(args), _ranks(args)
     device = _device(args.device)
     check_arch(args.arch, "cuda", [device])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with contextlib.nullcontext() if args.arch is None else forced_arch(args.arch), counted_launches() as launches:
-        label, weights, ids, tokens = _subject(args, device)
-        context = len(tokens) - args.positions - 1
+        context = len(subject.tokens) - args.positions - 1
         depths = depths_of(context, args.positions)
-        with byte_bar("eval", len(args.paths) * len(tokens), args.quiet) as tick:
-            found = study(weights, tokens, depths, args.paths, ids, args.chunk, tick, _ranks(args, device))
+        weights, ranks = subject.load(device), [load_planned(plan, device)[0] for plan in plans]
+        with byte_bar("eval", len(args.paths) * len(subject.tokens), args.quiet) as tick:
+            found = study(weights, subject.tokens, depths, args.paths, subject.ids, args.chunk, tick, ranks)
     where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     code = ", ".join(f"{count} launches of {arch} code" for arch, count in sorted(launches.items())) or "torch alone"
     if args.json:
-        facts = {"model": label, "device": where, "torch": str(torch.__version__), "code": dict(launches)}
+        facts = {"model": subject.label, "device": where, "torch": str(torch.__version__), "code": dict(launches)}
         rows = [
             asdict(own) | {"pairs": {" ".join(pair): asdict(own.pairs[pair]) for pair in own.pairs}}
             for own in found.found
         ]
         print(json.dumps(facts | asdict(found) | {"found": rows}, indent=1))
     elif not args.quiet:
-        print(f"{label} on {where}, {code}; teacher-forced, in nats a token")
+        print(f"{subject.label} on {where}, {code}; teacher-forced, in nats a token")
         for own in found.found:
             print(f"positions {own.depth}: entropy {own.entropy:.3f}")
             if args.random is None:
@@ -128,14 +137,14 @@ def _device(wanted: str):  # type: ignore[no-untyped-def]
     return torch.device("cuda", int(wanted))
 
 
-def _ranks(args: argparse.Namespace, device) -> list:  # type: ignore[no-untyped-def, type-arg]
-    """The weights of both ranks of --ranks, of the conversion that the directory holds."""
+def _ranks(args: argparse.Namespace) -> "list[LoadPlan]":
+    """What is to be loaded of both ranks of --ranks, of the conversion that the directory holds. Raises as `_subject`."""
     if args.ranks is None:
         return []
     from ..checkpoint.manifest import has_manifest, read_manifest
     from ..perf.whole_model import whole_model
     from ..runtime.engine.cuda.fitness import check_fitness
-    from ..runtime.engine.cuda.loading import load_planned, plan_load
+    from ..runtime.engine.cuda.loading import plan_load
     from ..runtime.rank.identity import check_ranks, find_ranks
 
     directories = find_ranks(args.ranks, scripted=False)
@@ -147,11 +156,21 @@ def _ranks(args: argparse.Namespace, device) -> list:  # type: ignore[no-untyped
         raise InputError(f"--ranks {args.ranks} is conversion {identity.conversion_id}, which {whole} is not.")
     plans = [plan_load(directory) for directory in directories]
     check_fitness(plans[0].source.config, 2, str(directories[0]))
-    return [load_planned(plan, device)[0] for plan in plans]
+    return plans
 
 
-def _subject(args: argparse.Namespace, device):  # type: ignore[no-untyped-def]
-    """(label, weights, ids that can be emitted, tokens)."""
+@dataclass(frozen=True)
+class _Subject:
+    """What is studied: weights that `load` puts on a device, `ids` that can be emitted, and the text's `tokens`."""
+
+    label: str
+    load: "Callable[[torch.device], Any]"
+    ids: int
+    tokens: list[int]
+
+
+def _subject(args: argparse.Namespace) -> _Subject:
+    """Raises InputError for a directory, text or configuration at fault: told before a card is asked for."""
     import torch
 
     from ..convert.recipe import load_recipe
@@ -169,11 +188,15 @@ def _subject(args: argparse.Namespace, device):  # type: ignore[no-untyped-def]
         check_fitness(config, 1, args.random)
         count = _context(args, config, None) + args.positions + 1
         encodings = {name: encoding or "bf16" for name, encoding in load_recipe("v100").encodings(config).items()}
-        weights = sharpened(random_weights(config, encodings, 1, 0, device, args.seed))
         generator = torch.Generator().manual_seed(args.seed)
         tokens = torch.randint(0, config.text.vocab_size, (count,), generator=generator).tolist()
         label = f"random weights of {args.random}, {config.text.num_hidden_layers} layers"
-        return label, weights, config.text.vocab_size, tokens
+        return _Subject(
+            label,
+            lambda device: sharpened(random_weights(config, encodings, 1, 0, device, args.seed)),
+            config.text.vocab_size,
+            tokens,
+        )
     directory = whole_model(args.directories[0])
     plan = plan_load(directory)
     if plan.source.tp_size != 1:
@@ -184,8 +207,8 @@ def _subject(args: argparse.Namespace, device):  # type: ignore[no-untyped-def]
     check_fitness(config, 1, str(directory))
     tokens = _tokens(args, directory)
     count = _context(args, config, len(tokens)) + args.positions + 1
-    weights, _ = load_planned(plan, device)
-    return directory.name, weights, tokenizer_ids(directory, config.text.vocab_size), tokens[:count]
+    ids = tokenizer_ids(directory, config.text.vocab_size)
+    return _Subject(directory.name, lambda device: load_planned(plan, device)[0], ids, tokens[:count])
 
 
 def _tokens(args: argparse.Namespace, directory: Path) -> list[int]:

@@ -10,21 +10,17 @@ import torch
 from ..checkpoint.errors import CheckFailed
 from ..runtime.parallel.choice import Choice
 from ..runtime.parallel.handshake import exchange_bytes
-from ..runtime.parallel.mailbox import Mailbox
-from ..runtime.parallel.region import Region
-from ..runtime.parallel.shared import SharedFile
 from ..runtime.parallel.ways import open_way
 from .device_timing import Together
 from .launch_file import Edge, LaunchTime
-from .pair import MEETING_SECONDS, WAIT_SECONDS, part
+from .pair import MEETING_SECONDS, WAIT_SECONDS, Partner, part
 
 
 class Pair:
-    """Joined with the other rank at `name`. Raises as `open_way` does, MailboxTimeout if it does not come."""
+    """Joined with the other rank. Raises as `open_way` and `Partner.meet` do."""
 
-    def __init__(self, name: str, rank: int, way: str, device: torch.device) -> None:
-        self._mailbox = Mailbox(Region(SharedFile.attach(name).memory), rank, MEETING_SECONDS)
-        self._mailbox.meet(MEETING_SECONDS)
+    def __init__(self, partner: Partner, rank: int, way: str, device: torch.device) -> None:
+        self._mailbox = partner.meet(rank, MEETING_SECONDS)
         self.link = open_way(Choice.parse(way), self._mailbox, device, WAIT_SECONDS)
         self._meet = partial(exchange_bytes, self._mailbox, b"")
         piece, out = torch.zeros(1, 256, device=device).half(), torch.zeros(1, 256, device=device)

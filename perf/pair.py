@@ -7,7 +7,8 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
@@ -18,6 +19,7 @@ from ..runtime.parallel.choice import Choice, choose
 from ..runtime.parallel.device import DeviceCollective
 from ..runtime.parallel.handshake import exchange_bytes
 from ..runtime.parallel.mailbox import Mailbox
+from ..runtime.parallel.owner import owner_is_dead
 from ..runtime.parallel.region import Region, region_bytes
 from ..runtime.parallel.shared import SharedFile
 from ..runtime.parallel.timing import Meet
@@ -42,9 +44,31 @@ def way_between(wish: str, devices: Sequence[int]) -> Choice:
     return choose("auto")
 
 
+@dataclass(frozen=True)
+class Partner:
+    """The other rank: the `name` of the memory in which both meet, and whether its process has `gone`."""
+
+    name: str
+    gone: Callable[[], bool]
+
+    @staticmethod
+    def first(name: str) -> Partner:
+        """The rank that made the memory of this name, as the second one sees it."""
+        return Partner(name, partial(owner_is_dead, name))
+
+    def meet(self, rank: int, seconds: float) -> Mailbox:
+        """The mailbox of `rank`, once the partner has come to it; its waits are of `seconds`, or end with the partner.
+
+        Raises MailboxTimeout if it does not come, EnvironmentFault if the memory is gone.
+        """
+        mailbox = Mailbox(Region(SharedFile.attach(self.name).memory), rank, seconds, gone=self.gone)
+        mailbox.meet(MEETING_SECONDS)
+        return mailbox
+
+
 @contextlib.contextmanager
-def twin(words: Sequence[str]) -> Iterator[str]:
-    """Run `duovolt WORDS --twin NAME` beside this process: the name of what both meet in. It ends with the block.
+def twin(words: Sequence[str]) -> Iterator[Partner]:
+    """Run `duovolt WORDS --twin NAME` beside this process, as the partner of this one. It ends with the block.
 
     Raises EnvironmentFault if the child fails, with its reason also where the block failed of that.
     """
@@ -53,7 +77,7 @@ def twin(words: Sequence[str]) -> Iterator[str]:
         command = [sys.executable, "-m", "duovolt", *words, "--twin", shared.name]
         child = subprocess.Popen(command, stderr=errors)
         try:
-            yield shared.name
+            yield Partner(shared.name, lambda: child.poll() is not None)
             child.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             raise EnvironmentFault(f"the second rank did not end within {_GRACE_SECONDS:.0f} s of the first.") from None
@@ -100,11 +124,10 @@ def part(link: DeviceCollective, meet: Meet) -> None:
         close()
 
 
-def join(name: str, rank: int, way: Choice, device: torch.device) -> tuple[DeviceCollective, Meet]:
+def join(partner: Partner, rank: int, way: Choice, device: torch.device) -> tuple[DeviceCollective, Meet]:
     """Meet the other rank and open the way; what opens it, and a call that returns when both have made it.
 
-    Raises as `open_way` does, MailboxTimeout if the other does not come.
+    Raises as `open_way` and `Partner.meet` do.
     """
-    mailbox = Mailbox(Region(SharedFile.attach(name).memory), rank, WAIT_SECONDS)
-    mailbox.meet(MEETING_SECONDS)
+    mailbox = partner.meet(rank, WAIT_SECONDS)
     return open_way(way, mailbox, device, WAIT_SECONDS), partial(exchange_bytes, mailbox, b"")

@@ -9,6 +9,7 @@ read the peer's step s + 1, which the peer pushed after it had read step s. Sums
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,8 +38,18 @@ class MailboxMismatch(CheckFailed):
 class Mailbox:
     """The exchange of float32 arrays with the one peer. Not safe for threads."""
 
-    def __init__(self, region: Region, rank: int, timeout_seconds: float, *, first_step: int = 1) -> None:
+    def __init__(
+        self,
+        region: Region,
+        rank: int,
+        timeout_seconds: float,
+        *,
+        first_step: int = 1,
+        gone: Callable[[], bool] | None = None,
+    ) -> None:
+        """`gone`: whether the peer's process has ended, asked now and then while this one waits."""
         self.rank = rank
+        self._gone = gone
         self.timeout_seconds = timeout_seconds
         self.step = first_step  # number of the next piece, 1 ... 2^32 - 1; 0 marks a word never written
         self._inbox = region.inboxes[rank]
@@ -115,9 +126,11 @@ class Mailbox:
             words = inbox.copy()
             return words if bool(np.all(words >> _HIGH == step)) else None
 
-        found = wait_for(look, self.timeout_seconds)
+        found = wait_for(look, self.timeout_seconds, self._gone)
         if found is None:
             self._broken = True
+            if self._gone is not None and self._gone():
+                raise MailboxTimeout(f"rank {self.rank}: rank {1 - self.rank} ended before mailbox step {self.step}")
             raise MailboxTimeout(
                 f"rank {self.rank}: no answer from rank {1 - self.rank} at mailbox step {self.step} "
                 f"within {self.timeout_seconds:g} s; its log tells why"
@@ -133,7 +146,10 @@ class Mailbox:
         self._generation += 1
         generation = np.uint64(self._generation)
         self._wraps[1 - self.rank, 0] = generation
-        if wait_for(lambda: True if self._wraps[self.rank, 0] == generation else None, self.timeout_seconds) is None:
+        come = wait_for(
+            lambda: True if self._wraps[self.rank, 0] == generation else None, self.timeout_seconds, self._gone
+        )
+        if come is None:
             self._broken = True
             raise MailboxTimeout(f"rank {self.rank}: rank {1 - self.rank} did not come to the wrap of the step counter")
         self.step = 1

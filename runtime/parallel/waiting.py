@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 # Two ranks, the proxy and a client want a core each; with fewer, a rank that spins takes the time of its twin.
 _SPIN_SECONDS = 0.002 if len(os.sched_getaffinity(0)) >= 4 else 0.0001
+_GONE_SECONDS = 0.1  # between two looks whether the other process still runs
 _NAPS = ((0.05, 0.00002), (float("inf"), 0.001))  # (waited up to, nap) in seconds
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1000
@@ -22,13 +23,15 @@ def sharpen_naps() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)
 
 
-def wait_for(look: Callable[[], T | None], timeout_seconds: float) -> T | None:
-    """Call `look` until it returns something, at most `timeout_seconds` of wall time; None on expiry.
+def wait_for(look: Callable[[], T | None], timeout_seconds: float, gone: Callable[[], bool] | None = None) -> T | None:
+    """Call `look` until it returns something, at most `timeout_seconds` of wall time; None on expiry, or once `gone` says
+    that nobody is left who could make it return something.
 
     It spins briefly, as the peer is usually microseconds away, and then naps: two ranks, the proxy and a client may
     share two cores, and a process that sleeps is woken sooner than one that has spent its share of the core.
     """
     start = time.monotonic()
+    ask = start + _GONE_SECONDS
     while True:
         found = look()
         if found is not None:
@@ -36,5 +39,9 @@ def wait_for(look: Callable[[], T | None], timeout_seconds: float) -> T | None:
         waited = time.monotonic() - start
         if waited >= timeout_seconds:
             return None
+        if gone is not None and start + waited >= ask:
+            if gone():
+                return look()  # the last words of one that has ended
+            ask = start + waited + _GONE_SECONDS
         if waited >= _SPIN_SECONDS:
             time.sleep(next(nap for limit, nap in _NAPS if waited < limit))

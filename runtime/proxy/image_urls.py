@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import http.client
 import ipaddress
+import queue
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..images.decoding import MAX_IMAGE_BYTES, ImageFault
 
-FETCH_SECONDS = 10.0
+FETCH_SECONDS = 10.0  # a URL, its name's lookup included
+REQUEST_SECONDS = 30.0  # all URLs of a request
 MAX_URL = 2048
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # a gateway's form of IPv4 addresses, private ones included
 _STEP = 1 << 16
+_LEAST_SECONDS = 0.01
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -32,14 +37,39 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
-def fetch_image(url: str, allowed: Callable[[Address], bool] = is_public) -> bytes:
+class Fetches:
+    """What one request has fetched: each URL within `FETCH_SECONDS`, all of them within `REQUEST_SECONDS`, names included."""
+
+    def __init__(self, allowed: Callable[[Address], bool] = is_public) -> None:
+        self._allowed = allowed
+        self._left = REQUEST_SECONDS
+
+    def fetch(self, url: str) -> bytes:
+        """As fetch_image. Raises ImageFault, also if the earlier URLs have left no time."""
+        together = f"the URLs of a request have {REQUEST_SECONDS:g} s together"
+        if self._left <= 0:
+            raise ImageFault(f"not fetched: {together}")
+        began = time.monotonic()
+        try:
+            return fetch_image(url, self._allowed, min(FETCH_SECONDS, self._left))
+        except ImageFault as fault:
+            if time.monotonic() - began < self._left:
+                raise
+            raise ImageFault(f"{fault}: {together}") from fault
+        finally:
+            self._left -= time.monotonic() - began
+
+
+def fetch_image(url: str, allowed: Callable[[Address], bool], seconds: float) -> bytes:
     """The bytes behind an http or https URL. Raises ImageFault; follows no redirect and asks no proxy.
 
     The name is resolved once, all its addresses must be `allowed`, and the connection goes to one of these: a name
     cannot answer the check with one address and the connection with another.
     """
+    until = time.monotonic() + seconds
     scheme, host, port, target = _parts(url)
-    address = _resolve(host, port, allowed)
+    address = _resolve(host, port, allowed, seconds)
+    left = max(until - time.monotonic(), _LEAST_SECONDS)
     link: socket.socket | None = None
     late = threading.Event()
 
@@ -50,26 +80,31 @@ def fetch_image(url: str, allowed: Callable[[Address], bool] = is_public) -> byt
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
 
-    deadline = threading.Timer(FETCH_SECONDS, hang_up)
+    def keep_on() -> None:
+        if late.is_set():  # while there was no connection to end
+            raise TimeoutError
+
+    deadline = threading.Timer(left, hang_up)
     deadline.daemon = True
     deadline.start()
     try:
-        link = socket.create_connection((str(address), port), timeout=FETCH_SECONDS / 2)
+        link = socket.create_connection((str(address), port), timeout=left / 2)
+        keep_on()
         if scheme == "https":
             context = ssl.create_default_context()
             link = context.wrap_socket(link, server_hostname=host, do_handshake_on_connect=False)
+            keep_on()
             link.do_handshake()
         connection = http.client.HTTPConnection(host, port)
         connection.sock = link
         connection.request("GET", target, headers={"Accept": "image/*, video/*", "Connection": "close"})
         data = _body(connection.getresponse(), host)
-        if late.is_set():  # an end that this side made reads like the other's
-            raise TimeoutError
+        keep_on()  # an end that this side made reads like the other's
         return data
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, ImageFault):
             raise
-        within = f" within {FETCH_SECONDS:g} s" if late.is_set() else ""
+        within = f" within {seconds:.3g} s" if late.is_set() else ""
         raise ImageFault(f"{host} did not give it{within} ({type(error).__name__})") from error
     finally:
         deadline.cancel()
@@ -91,10 +126,12 @@ def _parts(url: str) -> tuple[str, str, int, str]:
     return found.scheme, host, port, (found.path or "/") + (f"?{found.query}" if found.query else "")
 
 
-def _resolve(host: str, port: int, allowed: Callable[[Address], bool]) -> Address:
+def _resolve(host: str, port: int, allowed: Callable[[Address], bool], seconds: float) -> Address:
     try:
-        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        entries = _look_up(host, port, seconds)
         found = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries]
+    except TimeoutError as error:
+        raise ImageFault(f"{host} was not found within {seconds:.3g} s") from error
     except (OSError, ValueError) as error:
         raise ImageFault(f"{host} has no address") from error
     for address in found:
@@ -103,6 +140,29 @@ def _resolve(host: str, port: int, allowed: Callable[[Address], bool]) -> Addres
     if not found:
         raise ImageFault(f"{host} has no address")
     return found[0]
+
+
+def _look_up(host: str, port: int, seconds: float) -> list[Any]:
+    """getaddrinfo's entries. Raises what it raises, TimeoutError after `seconds`.
+
+    The system's resolver cannot be interrupted: it is left to end in a thread of its own, a few times `seconds` later.
+    """
+    answer: queue.SimpleQueue[list[Any] | Exception] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answer.put(list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        found = answer.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _body(response: http.client.HTTPResponse, host: str) -> bytes:

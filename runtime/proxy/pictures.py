@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ..images.decoding import MAX_IMAGE_BYTES, ImageFault, Picture
 from ..images.placing import Pixels, Placed, place
 from ..images.processor import ImageProcessor
 from .errors import bad_request
-from .image_urls import fetch_image
+from .image_urls import Fetches
 from .media import Media
 from .prompt import encode_prompt
 from .tokenizer import TextTokenizer
@@ -51,14 +51,19 @@ class PictureReader:
         """Tokens that stand for what is shown."""
         return {IMAGE_PAD: self.pad} | ({} if self.videos is None else {VIDEO_PAD: self.videos.pad})
 
-    def read(self, urls: list[str], max_context: int, max_bytes: int, answers: int = 1) -> list[Pixels]:
-        """The pictures; `max_bytes` after resizing, times the answers. Raises ApiError (400) naming the one at fault."""
+    def read(
+        self, urls: list[str], load: Callable[[str], bytes], max_context: int, max_bytes: int, answers: int = 1
+    ) -> list[Pixels]:
+        """The pictures; `load` as `loader` gives it, `max_bytes` after resizing, times the answers.
+
+        Raises ApiError (400) naming the one at fault.
+        """
         if len(urls) > MAX_IMAGES:
             raise bad_request(f"{len(urls)} images in one request, this server reads {MAX_IMAGES}", "messages")
         opened = []
         for number, url in enumerate(urls, 1):
             try:
-                opened.append(Picture(self.bytes_of(url), self.processor))
+                opened.append(Picture(load(url), self.processor))
             except ImageFault as fault:
                 raise bad_request(f"image {number}: {fault}", "messages", "invalid_image") from fault
         tokens = sum(self.processor.tokens(one.height, one.width) for one in opened)
@@ -85,13 +90,17 @@ class PictureReader:
                 raise bad_request(f"image {number}: {fault}", "messages", "invalid_image") from fault
         return found
 
-    def bytes_of(self, url: str) -> bytes:
-        """What a data URL holds, or what is behind a URL where that is allowed. Raises ImageFault."""
+    def loader(self) -> Callable[[str], bytes]:
+        """What a URL of one request stands for: its data, or what is behind it where that is allowed. It raises ImageFault."""
+        fetches = Fetches()
+        return lambda url: self._bytes_of(url, fetches)
+
+    def _bytes_of(self, url: str, fetches: Fetches) -> bytes:
         scheme = url[:8].partition(":")[0].lower()
         if scheme in ("http", "https"):
             if not self.by_url:
                 raise ImageFault("this server fetches no URLs (--allow-image-urls); send a data URL")
-            return fetch_image(scheme + url[len(scheme) :])
+            return fetches.fetch(scheme + url[len(scheme) :])
         head, comma, data = url.partition(",")
         if scheme != "data" or not comma or not head.lower().endswith(";base64"):
             raise ImageFault(f"{url[:40]!r} is not a URL of the form data:image/png;base64,...")
@@ -105,23 +114,26 @@ class PictureReader:
 
 @dataclass(frozen=True)
 class Shown:
-    """A prompt's text with its videos spelled out, and what is to be shown in it. `ends`: places in the text."""
+    """A prompt's text with its videos spelled out, and what is to be shown in it. `ends`: places in the text; `load`: the
+    images' URLs, within the time that the videos' have left; None where no pictures are read."""
 
     text: str
     ends: list[int]
     images: list[str]
     videos: list[Video]
+    load: Callable[[str], bytes] | None
 
 
 def show(
     text: str, media: Media, reader: PictureReader | None, max_context: int, answers: int = 1, ends: Sequence[int] = ()
 ) -> Shown:
     """Read the videos, whose times stand in the text. Raises ApiError (400)."""
-    if reader is None or reader.videos is None:
-        return Shown(text, list(ends), media.images, [])
-    videos = reader.videos.read(media.videos, reader.bytes_of, max_context, MAX_PIXEL_BYTES // answers)
+    load = None if reader is None else reader.loader()
+    if reader is None or reader.videos is None or load is None:
+        return Shown(text, list(ends), media.images, [], load)
+    videos = reader.videos.read(media.videos, load, max_context, MAX_PIXEL_BYTES // answers)
     spelled, moved = spell_videos(text, videos, list(ends))
-    return Shown(spelled, moved, media.images, videos)
+    return Shown(spelled, moved, media.images, videos, load)
 
 
 def encode_with_pictures(
@@ -136,7 +148,7 @@ def place_pictures(
     ids: list[int], shown: Shown, reader: PictureReader | None, max_context: int, answers: int = 1
 ) -> Placed:
     """As encode_with_pictures, from the ids of `shown.text`."""
-    if reader is None:
+    if reader is None or shown.load is None:
         return Placed(ids, [], None)
     pads = ids.count(reader.pad)
     if pads != len(shown.images):
@@ -148,7 +160,7 @@ def place_pictures(
     groups = [group for video in shown.videos for group in video.groups]
     taken = sum(reader.processor.tokens(group.height, group.width) for group in groups)
     room = MAX_PIXEL_BYTES - answers * sum(len(group.data) for group in groups)
-    pictures = {reader.pad: reader.read(shown.images, max_context - taken, room, answers)}
+    pictures = {reader.pad: reader.read(shown.images, shown.load, max_context - taken, room, answers)}
     if reader.videos is not None:
         pictures[reader.videos.pad] = groups
     return place(ids, pictures, reader.processor.factor)

@@ -108,6 +108,8 @@ def make_plan(options: ServeOptions) -> ServePlan:
         )
     if options.drafts_from is not None:
         _check_drafts(options.drafts_from, tokenizer)
+    template, keys = ChatTemplate(directories[0], tokenizer), KeyRing(read_keys(options.api_key_file))
+    pictures = PictureReader.of(directories[0], config, tokenizer, options.allow_image_urls)
     backend, cards, notice = _settle(backend, options, directories, drafts)
     return ServePlan(
         options,
@@ -118,9 +120,9 @@ def make_plan(options: ServeOptions) -> ServePlan:
         drafts,
         identity.source or options.ranks.absolute().name,
         tokenizer,
-        ChatTemplate(directories[0], tokenizer),
-        KeyRing(read_keys(options.api_key_file)),
-        PictureReader.of(directories[0], config, tokenizer, options.allow_image_urls),
+        template,
+        keys,
+        pictures,
         cards,
         choose(cast(Wish, options.collective), cards.uuids) if cards is not None and len(cards.uuids) == 2 else None,
         notice,

@@ -21,6 +21,7 @@ from duovolt.perf.launch_measure import Costs, Found, Subject, Wanted, layers_of
 from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.machine import Machine
 from duovolt.perf.model_source import model_at, sheet_at
+from duovolt.perf.pair import Partner
 from duovolt.perf.predict import Setting, forecast
 from duovolt.runtime.parallel.region import region_bytes
 from duovolt.runtime.parallel.shared import SharedFile
@@ -155,7 +156,7 @@ def test_the_slower_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_pair, "open_way", lambda *given: Link(True))
 
     def rank(number: int, seconds: list[float]) -> list[LaunchTime]:
-        pair = launch_pair.Pair(shared.name, number, "ipc,peer", CPU)
+        pair = launch_pair.Pair(Partner.first(shared.name), number, "ipc,peer", CPU)
         pair.together.exchange()
         found = pair.slower([LaunchTime(f"linear {place}", 0.0, one) for place, one in enumerate(seconds)])
         pair.close()

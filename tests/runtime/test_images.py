@@ -19,7 +19,7 @@ from PIL import Image
 from duovolt.runtime.images.decoding import ImageFault
 from duovolt.runtime.messages import GenerateRequest
 from duovolt.runtime.proxy import image_urls
-from duovolt.runtime.proxy.image_urls import fetch_image, is_public
+from duovolt.runtime.proxy.image_urls import Fetches, is_public
 
 from .local_api import LocalApi, bundled_api
 from .stub_model import make_ranks, write_script
@@ -250,12 +250,16 @@ def web() -> Iterator[Callable[[list[bytes]], str]]:
         yield serve
 
 
+def anywhere(address: object) -> bool:
+    return True
+
+
 def ok(data: bytes, length: int | None = None) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(data) if length is None else length) + data
 
 
 def test_a_fetched_picture(web: Callable[[list[bytes]], str]) -> None:
-    assert fetch_image(web([ok(FIRST)]), lambda address: True) == FIRST
+    assert Fetches(anywhere).fetch(web([ok(FIRST)])) == FIRST
 
 
 @pytest.mark.parametrize(
@@ -277,5 +281,64 @@ def test_servers_that_misbehave(
     monkeypatch.setattr(image_urls, "FETCH_SECONDS", 1.0)
     began = time.monotonic()
     with pytest.raises(ImageFault, match=words):
-        fetch_image(web(pieces), lambda address: True)
+        Fetches(anywhere).fetch(web(pieces))
     assert time.monotonic() - began < 5
+
+
+def test_the_urls_of_a_request_have_one_time_together(
+    web: Callable[[list[bytes]], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """64 servers that drip would hold a request for 64 times the time of one."""
+    monkeypatch.setattr(image_urls, "FETCH_SECONDS", 5.0)
+    monkeypatch.setattr(image_urls, "REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr(image_urls.Fetches.__init__, "__defaults__", (anywhere,))
+    api = bundled_api(tmp_path, allow_image_urls=True)
+    began = time.monotonic()
+    status, answer = api.post(CHAT, chat(*[web([b"HTTP/1.1 200 OK\r\n", *[b"X"] * 100])] * 64))
+    assert time.monotonic() - began < 5
+    message = answer["error"]["message"]
+    assert status == 400 and "image 1: 127.0.0.1 did not give it within 1 s" in message, message
+    assert message.endswith("the URLs of a request have 1 s together"), message
+
+
+def test_time_that_earlier_urls_took_is_gone(
+    web: Callable[[list[bytes]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_urls, "REQUEST_SECONDS", 1.0)
+    fetches = Fetches(anywhere)
+    slowly = ok(FIRST)
+    assert fetches.fetch(web([slowly[:9], slowly[9:20], slowly[20:]])) == FIRST
+    left = fetches._left
+    assert 0 < left < 0.7
+    time.sleep(0.1)  # decoding and the like: not the web's time
+    assert fetches._left == left
+    with pytest.raises(ImageFault, match=r"did not give it within 0\.\d+ s .*1 s together"):
+        fetches.fetch(web([b"HTTP/1.1 200 OK\r\n", *[b"X"] * 100]))
+    with pytest.raises(ImageFault, match="not fetched: the URLs of a request have 1 s together"):
+        fetches.fetch("http://127.0.0.1:9/never-asked")
+
+
+def test_the_lookup_of_a_name_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def hang(*arguments: Any, **more: Any) -> Any:
+        released.wait(20)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(image_urls, "FETCH_SECONDS", 0.3)
+    began = time.monotonic()
+    with pytest.raises(ImageFault, match=r"slow\.example was not found within 0\.3 s"):
+        Fetches(anywhere).fetch("http://slow.example/a.png")
+    assert time.monotonic() - began < 5
+    released.set()
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")])
+def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*arguments: Any, **more: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises(ImageFault, match=r"^nowhere\.example has no address$"):
+        Fetches(anywhere).fetch("http://nowhere.example/a.png")
