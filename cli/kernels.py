@@ -85,19 +85,17 @@ def _tune(args: argparse.Namespace) -> int:
     from ..kernels.tuning import store
     from ..perf.kernels import the_device
     from ..perf.kernels_tune import tune
+    from ..perf.prompts_tune import for_prompts
 
     device = the_device()
     tell = (lambda text: None) if args.quiet or args.json else print
     best = tune(device, tell)
-    path = store(torch.cuda.get_device_name(device), best.chosen)
+    chosen = for_prompts(best.chosen, device, tell)
+    path = store(torch.cuda.get_device_name(device), chosen)
     if args.json:
-        print(
-            json.dumps(
-                {"choice": msgspec.to_builtins(best.chosen), "microseconds": best.microseconds, "path": str(path)}
-            )
-        )
+        print(json.dumps({"choice": msgspec.to_builtins(chosen), "microseconds": best.microseconds, "path": str(path)}))
     elif not args.quiet:
-        print(f"kept {msgspec.to_builtins(best.chosen)} in {path}")
+        print(f"kept {msgspec.to_builtins(chosen)} in {path}")
     return 0
 
 

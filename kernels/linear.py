@@ -18,7 +18,7 @@ from ..checkpoint.errors import InputError
 from . import reference
 from .module import load
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, halve, task
-from .tuning import HALF_BAND, HALVES, choice, multiprocessors
+from .tuning import HALF_BAND, HALVES, PAIR_BLOCKS, choice, multiprocessors
 from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
 
 __all__ = [
@@ -143,11 +143,14 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     device = x.device.index
     tuned = choice(device)
     module = load(SOURCES[padded], device, tuned.defines)
-    paired = filled.epilogue == SWIGLU
-    if tuned.rows_of(kernel, filled.items, paired, multiprocessors(device), module.arch) == HALF_BAND:
+    paired, resident, processors = filled.epilogue == SWIGLU, 0, multiprocessors(device)
+    if tuned.rows_of(kernel, filled.items, paired, processors, module.arch) == HALF_BAND:
         halve(filled)
-        kernel = kernel if paired else f"{kernel}_{HALVES}"
-    blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, multiprocessors(device))
+        if paired:
+            resident = PAIR_BLOCKS[padded]
+        else:
+            kernel = f"{kernel}_{HALVES}"
+    blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, processors, resident)
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
     module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes, overlap=True)
 

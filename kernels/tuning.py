@@ -32,6 +32,9 @@ HALVES = "halves"  # kernels of half a band an item: linear_{encoding}_halves_{T
 # bytes, which are half as many, and a tenth is added for what a block costs beside its turns.
 _HALF_COST = {"nvfp4": 0.58, "fp8": 0.55}
 _PAIR_COST = 0.5  # sixteen rows of gate and of up against a band of each
+# Blocks a multiprocessor for gate and up side by side, by padded T: as many as it holds (kBlocks in csrc/linear.cuh). There are
+# more items than that, and blocks that begin second would go wherever a slot is free first.
+PAIR_BLOCKS = {8: 3, 16: 2, 24: 2}
 _WARPS = 8
 _OLDEST_RING = 80  # the first architecture with rings and half bands
 MOST_STAGES = 8
@@ -46,8 +49,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band;
     `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that share all items of a
-    launch; 0 for a block an item. `rows` of an item of nvfp4 or fp8 on sm_80 and newer: 32, a band; 16, half of one; 0,
-    whichever `rows_of` expects to end sooner. `ablate`: what is left out to see what the rest costs, with wrong results.
+    launch; 0 for a block an item, but `PAIR_BLOCKS` for gate and up side by side. `rows` of an item of nvfp4 or fp8 on sm_80
+    and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`: what is left out to see
+    what the rest costs, with wrong results.
     `delta`: the form of the decoding delta rule; `early`: what lets the next launch of a round begin before it has ended
     (docs/kernels.md).
 
@@ -101,9 +105,10 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         halves, bands = -(-2 * items // multiprocessors) * cost, -(-items // multiprocessors)
         return HALF_BAND if halves < bands else BAND
 
-    def blocks(self, items: int, multiprocessors: int) -> int:
-        """Blocks of a launch of `items` items."""
-        return min(items, self.blocks_a_sm * multiprocessors) if self.blocks_a_sm else items
+    def blocks(self, items: int, multiprocessors: int, resident: int = 0) -> int:
+        """Blocks of a launch of `items` items; `resident`: that a multiprocessor should hold if the choice leaves it open."""
+        each = self.blocks_a_sm or resident
+        return min(items, each * multiprocessors) if each else items
 
     def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""

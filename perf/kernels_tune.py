@@ -1,13 +1,12 @@
-"""The choices of the linears that suit a card: each alone against the defaults, the best of each kept.
+"""The choices of the decode linear and the delta rule that suit a card: each alone against the defaults, the best kept.
 
-Those of the decode linear change no bit of any result: docs/kernels/linear.md says why. For prompts, the numbers of tokens from
-which and up to which the wide linear is faster than the other ways, and whether dequantising beside the vendor's product pays.
+No choice changes a bit of any result: docs/kernels/linear.md and delta.md say why.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -15,7 +14,8 @@ from msgspec.structs import replace
 from ..checkpoint.errors import EnvironmentFault
 from ..kernels.tuning import BAND, HALF_STAGES, Choice, choice_on, using
 from ..kernels.weights import Weight
-from .kernels import CASES, Case, PrefillRow, copies_of, launches, measure_prefill, random_weight, time_graph
+from .kernel_families import neighbours
+from .kernels import CASES, Case, copies_of, launches, random_weight, time_graph
 
 TOKENS = (1, 4)
 STAGES_TRIED = (2, 3, 4, 6)
@@ -23,12 +23,10 @@ HALF_STAGES_TRIED = (2, 3, 4)
 MIXED_STAGES_TRIED = (2, 3)
 ROWS_TRIED = (32, 16, 0)
 BLOCKS_TRIED = (0, 2, 3)
+FORMS_TRIED: tuple[Literal["together", "apart"], ...] = ("together", "apart")
+_OVERLAPS = (9, 0)  # compute capability from which launches overlap
 _RINGS = (8, 0)  # compute capability from which there are rings, and items of half a band
 POOL_BYTES = 1 << 30
-SURE = 97  # tokens: where the wide linear is not faster, it is not taken at all
-PROMPTS = (25, 49, SURE, 128, 192, 256, 384, 512, 768)
-LONG_PROMPT = 2048
-_WORTH = 1.01
 _CASES = {"nvfp4": ("gate up", "down"), "fp8": ("attention in", "mixer out"), "half": ("delta in",)}
 
 
@@ -59,7 +57,7 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
         tell(f"{found:8.2f} us  {told(chosen)}")
         return found
 
-    kept = choice_on(device)  # what is not tried here stays as it was chosen
+    kept = choice_on(device)  # exchanges are not tried here, and stay as they were chosen
     best, everything = Choice(delta=kept.delta, early=kept.early), tuple(sets)
 
     def settle(names: tuple[str, ...], choices: list[Choice]) -> Choice:
@@ -75,8 +73,28 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
             deeper = [replace(best, half_stages=best.half_stages | {encoding: n}) for n in HALF_STAGES_TRIED]
             best = settle(_CASES[encoding], deeper)
     best = settle(everything, [replace(best, blocks_a_sm=count) for count in BLOCKS_TRIED])
-    best = with_prompts(best, _prompts(best, device, tell))
-    return Trial(best, mean(best, everything))
+    found = Trial(best, mean(best, everything))
+    sets.clear()
+    return with_delta(found, device, tell)
+
+
+def with_delta(found: Trial, device: torch.device, tell: Callable[[str], None]) -> Trial:
+    """The same with the delta rule's form, and its early start where launches overlap, that suit a layer as in a round."""
+    rest = found.chosen.early - {"delta"}
+    starts = [rest, rest | {"delta"}] if torch.cuda.get_device_capability(device) >= _OVERLAPS else [rest]
+    tried = [replace(found.chosen, delta=form, early=early) for form in FORMS_TRIED for early in starts]
+    times: list[list[float]] = [[] for _ in tried]
+    for layer in neighbours(device):
+        if layer.name.startswith("delta rule") and "overlapping" in layer.name:
+            for one, seconds in zip(tried, times, strict=True):
+                with using(one):
+                    seconds.append(time_graph(layer.launches) * 1e6)
+    means = [math.exp(sum(map(math.log, one)) / len(one)) for one in times]
+    for one, mean in zip(tried, means, strict=True):
+        tell(
+            f"{mean:8.2f} us  delta rule between its neighbours: {one.delta}, {'early' if 'delta' in one.early else 'late'}"
+        )
+    return Trial(tried[means.index(min(means))], found.microseconds)
 
 
 def told(chosen: Choice) -> str:
@@ -85,36 +103,6 @@ def told(chosen: Choice) -> str:
     if chosen.rows != BAND:
         rows += f" {chosen.half_stages}"
     return f"{chosen.stages} mixed {chosen.mixed_stages}  {rows}  blocks a SM {chosen.blocks_a_sm or 'all'}"
-
-
-def _prompts(chosen: Choice, device: torch.device, tell: Callable[[str], None]) -> Iterator[PrefillRow]:
-    with using(chosen):
-        for tokens, routes in (((LONG_PROMPT,), ("narrow", "beside")), (PROMPTS, ("narrow", "wide"))):
-            for row in measure_prefill(tokens, device, routes):
-                shape = f"{row.encoding} {row.rows} x {row.columns}, T {row.tokens}"
-                tell(f"{row.seconds * 1e6:8.2f} us  {shape}, {row.route}")
-                yield row
-
-
-def with_prompts(chosen: Choice, rows: Iterable[PrefillRow]) -> Choice:
-    """The choice with the ways for prompts that are faster in `rows` (geometric mean over their matrices)."""
-    times: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for row in rows:
-        times[row.tokens, row.route].append(math.log(row.seconds))
-
-    def gain(tokens: int, route: str) -> float:
-        narrow, other = times[tokens, "narrow"], times[tokens, route]
-        return math.exp(sum(narrow) / len(narrow) - sum(other) / len(other))
-
-    beside = gain(LONG_PROMPT, "beside") > _WORTH
-    first = last = PROMPTS.index(SURE)
-    if gain(SURE, "wide") <= 1:
-        return replace(chosen, wide_up_to=0, overlap_dequantising=beside)
-    while first and gain(PROMPTS[first - 1], "wide") > 1:
-        first -= 1
-    while last + 1 < len(PROMPTS) and gain(PROMPTS[last + 1], "wide") > 1:
-        last += 1
-    return replace(chosen, wide_from=PROMPTS[first], wide_up_to=PROMPTS[last], overlap_dequantising=beside)
 
 
 def _used(name: str) -> bool:

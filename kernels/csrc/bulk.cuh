@@ -15,8 +15,10 @@ __device__ __forceinline__ void expect_landings(Landing *landing) {
                  : "memory");
 }
 
-// By that thread: `bytes`, a multiple of 16, both addresses too. What the copy is to overwrite must have been read before.
+// By that thread: `bytes`, a multiple of 16, both addresses too. What the copy is to overwrite must have been read before; what
+// this thread may read, the copy may: it goes another way than loads and stores, hence the fence.
 __device__ __forceinline__ void copy_bulk(void *shared, const void *global, unsigned bytes, Landing *landing) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_place(landing)), "r"(bytes)
                  : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

@@ -257,10 +257,17 @@ def test_a_reduced_head_only_drafts(tools, encoded, device):
 
 
 def test_a_draft_window_changes_drafts_and_no_token(tools, encoded, device):
+    """A window beyond the context is none, one within it gives other drafts; the answer stays."""
     ask, weights = tools.request(1, (PROMPT * 18)[:200], 8), encoded.cuda(device)
     plain = tools.drive(cuda_engine(weights), ask).tokens[1]
-    engine = cuda_engine(weights, drafts=3, draft_window=64)
-    assert tools.drive(engine, ask).tokens[1] == plain and engine.executor.facts["draft_window"] == "64"
+    logits = {}
+    for window in (0, 64, 256):
+        engine = cuda_engine(weights, drafts=3, draft_window=window)
+        assert tools.drive(engine, ask).tokens[1] == plain
+        assert engine.executor.facts["draft_window"] == (str(window) if window else "off")
+        logits[window] = engine.executor._flights.canvas.draft_logits.clone()
+    assert torch.equal(logits[0], logits[256])
+    assert 0.01 < float((logits[0] - logits[64]).norm() / logits[0].norm()) < 2
 
 
 class Tower:

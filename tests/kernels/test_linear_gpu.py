@@ -130,7 +130,7 @@ def test_half_bands_have_the_bits_of_bands(encode, arch, encoding):
         for tokens in TOKENS:
             own = x[:tokens]
             found = []
-            for rows, blocks in ((32, 0), (16, 0), (16, 1), (0, 3)):
+            for rows, blocks in ((32, 0), (16, 0), (16, 1), (16, 16), (0, 3)):
                 with using(Choice(rows=rows, blocks_a_sm=blocks)):
                     stream = torch.ones(tokens, shape[0], device="cuda")
                     linear(own, weight, stream, residual=stream)

@@ -97,6 +97,8 @@ def test_half_bands_share_the_sums_and_rings_of_half_the_rows():
 def test_blocks_share_the_bands():
     assert Choice().blocks(160, 132) == 160
     assert Choice(blocks_a_sm=1).blocks(4000, 132) == 132 and Choice(blocks_a_sm=2).blocks(100, 80) == 100
+    assert Choice().blocks(544, 132, 3) == 396 and Choice(blocks_a_sm=2).blocks(544, 132, 3) == 264
+    assert Choice(blocks_a_sm=16).blocks(544, 132, 3) == 544, "a block an item"
 
 
 def test_shared_memory_of_rings_and_sums():

@@ -12,8 +12,9 @@ from duovolt.cli.main import main
 from duovolt.kernels import checks, tuning
 from duovolt.kernels.tuning import HALF_STAGES, STAGES, Choice, choice
 from duovolt.perf import kernel_families, kernels, kernels_tune
-from duovolt.perf.kernels import Case, PrefillRow
-from duovolt.perf.kernels_tune import LONG_PROMPT, PROMPTS, with_prompts
+from duovolt.perf.kernel_families import Measurement
+from duovolt.perf.kernels import Case
+from duovolt.perf.kernels_tune import Trial
 
 SMALL = (
     Case("attention in", (("fp8", 64, 32), ("fp8", 32, 32))),
@@ -29,7 +30,6 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernels, "CASES", SMALL)
     monkeypatch.setattr(kernels_tune, "CASES", SMALL)
-    monkeypatch.setattr(kernels_tune, "measure_prefill", prompts)
     for module in (kernels, kernels_tune):
         monkeypatch.setattr(module, "copies_of", lambda nbytes, pool=0: 2)
     monkeypatch.setattr("duovolt.cli.bench_kernels.CASES", SMALL)
@@ -39,6 +39,9 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("duovolt.cli.bench_kernels.choice", lambda device: Choice())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
+    layers = [Measurement(f"delta rule and neighbours, {how}", 1, [int]) for how in ("in turn", "overlapping")]
+    monkeypatch.setattr(kernels_tune, "neighbours", lambda device: iter(layers))
+    monkeypatch.setattr("duovolt.perf.prompts_tune.for_prompts", lambda chosen, device, tell: chosen)
     monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
 
 
@@ -94,10 +97,24 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
     assert [len(run) for run in runs[:8]] == [5, 4, 5, 4, 4, 3, 4, 3] and runs[:8] == runs[8:16]
 
 
-def test_tune_keeps_what_it_does_not_try(monkeypatch):
-    monkeypatch.setattr(kernels_tune, "time_graph", lambda calls: 1e-6)
-    with tuning.using(Choice(delta="apart")):
-        assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen.delta == "apart"
+@pytest.mark.parametrize(("capability", "early"), [((9, 0), {"delta", "exchange"}), ((7, 0), {"exchange"})])
+def test_tune_finds_the_form_of_the_delta_rule(monkeypatch, capability, early):
+    """By a layer of launches as in a round; exchanges stay as they were chosen."""
+
+    def clock(calls, overlap=False) -> float:
+        now = choice_now()
+        assert "exchange" in now.early
+        return (20 - 2 * (now.delta == "apart") - ("delta" in now.early)) * 1e-6
+
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels_tune, "time_graph", clock)
+    lines: list[str] = []
+    with tuning.using(Choice(early=frozenset({"exchange"}))):
+        found = kernels_tune.with_delta(
+            Trial(tuning.choice_on(torch.device("cpu")), 5.0), torch.device("cpu"), lines.append
+        )
+    assert found == Trial(Choice(delta="apart", early=frozenset(early)), 5.0)
+    assert len(lines) == 2 * len(early) and "20.00 us" in lines[0]
 
 
 def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
@@ -116,17 +133,9 @@ def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
     assert main(["bench", "kernels", "--rows", "8"]) == 2
 
 
-def prompts(tokens, device, routes):
-    """The wide linear is the faster one below 200 tokens, and dequantising beside the product never."""
-    for count in tokens:
-        for route in routes:
-            seconds = {"narrow": 2.0, "wide": count / 100, "beside": 3.0}[route]
-            yield PrefillRow("fp8", 64, 32, count, route, seconds, 1.0)
-
-
 def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
     best, halves = {"nvfp4": 3, "fp8": 4, "half": 2}, {"nvfp4": 4, "fp8": 2}
-    kept = Choice(best, 2, rows=16, half_stages=halves, mixed_stages=3, wide_from=25, wide_up_to=192)
+    kept = Choice(best, 2, rows=16, half_stages=halves, mixed_stages=3)
 
     def clock(calls, overlap=False) -> float:
         now = choice_now()
@@ -150,48 +159,7 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
     tuning._stored.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("faster", "beside", "expected"),
-    [
-        ((25, 49, 97, 128), 0.9, (25, 128, True)),
-        ((97, 192), 1.0, (97, 97, False)),  # what is faster beyond a gap does not count
-        ((25, 49, 128), 1.2, (49, 0, False)),
-        ((25, 97, 128, 192, 256, 384, 512, 768), 0.995, (97, 768, False)),
-    ],
-)
-def test_tuning_takes_the_run_of_tokens_where_the_wide_linear_is_faster(faster, beside, expected):
-    rows = [
-        PrefillRow("fp8", 64, 64, LONG_PROMPT, way, time, 1.0) for way, time in (("narrow", 1.0), ("beside", beside))
-    ]
-    for tokens in PROMPTS:
-        for narrow in (1.0, 5.0):  # two matrices
-            rows.append(PrefillRow("fp8", 64, 64, tokens, "narrow", narrow, 1.0))
-            rows.append(PrefillRow("fp8", 64, 64, tokens, "wide", narrow * (0.8 if tokens in faster else 1.3), 1.0))
-    chosen = with_prompts(Choice(blocks_a_sm=2), rows)
-    assert (chosen.wide_from, chosen.wide_up_to, chosen.overlap_dequantising) == expected and chosen.blocks_a_sm == 2
-
-
-def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
-    def clock(calls) -> float:
-        assert len(calls) == kernels.PREFILL_COPIES
-        if calls[0].func is torch.mm:
-            return 3e-5
-        now = choice_now()
-        return (1 if now.wide_up_to == tuning.MOST_WIDE else 3 if now.overlap_dequantising else 6) * 1e-5
-
-    monkeypatch.setattr(kernels, "PREFILL", (("fp8", 64, 32),))
-    monkeypatch.setattr(kernels, "time_graph", clock)
-    monkeypatch.setattr(kernels, "linear_block", lambda x, weight, out: out)
-    monkeypatch.setattr(kernels, "choice", lambda device: Choice())
-    assert main(["bench", "kernels", "--prefill", "30", "60", "--route", "narrow", "wide", "beside", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert [fact["route"] for fact in facts] == ["narrow", "wide", "beside"] * 2
-    assert [fact["share"] for fact in facts[:3]] == [pytest.approx(n) for n in (0.5, 3.0, 1.0)]
-    assert main(["bench", "kernels", "--prefill", "30"]) == 0
-    assert "chosen" in capsys.readouterr().out
-
-
-def test_tune_asks_an_older_card_only_for_its_blocks(monkeypatch):
+def test_tune_asks_an_older_card_only_for_its_blocks_and_the_delta_rule(monkeypatch):
     tried = []
 
     def clock(calls, overlap=False) -> float:
@@ -200,6 +168,6 @@ def test_tune_asks_an_older_card_only_for_its_blocks(monkeypatch):
 
     monkeypatch.setattr(kernels_tune, "time_graph", clock)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
-    assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen == Choice(wide_from=25, wide_up_to=192)
-    blocks = [Choice(blocks_a_sm=n) for n in (0, 2, 3)]
-    assert {repr(one) for one in tried} == {repr(one) for one in (*blocks, Choice(wide_from=25, wide_up_to=192))}
+    assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen == Choice()
+    wanted = [*(Choice(blocks_a_sm=n) for n in (0, 2, 3)), Choice(delta="apart")]
+    assert set(map(repr, tried)) == set(map(repr, wanted))
