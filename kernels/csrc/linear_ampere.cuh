@@ -148,11 +148,11 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
                 // Of a token that is not there any numbers will do: they stay in its own column of the sums.
                 const bool there = tile * kTokens + lane / 4 < task.tokens;
                 if (four == 0) {
-                    own[four][tile][0] = read_now_if<0>(there, row);
-                    own[four][tile][1] = read_now_if<16>(there, row);
+                    own[four][tile][0] = read_fresh_if<0>(there, row);
+                    own[four][tile][1] = read_fresh_if<16>(there, row);
                 } else {
-                    own[four][tile][0] = read_now_if<4 * 2 * kColumns>(there, row);
-                    own[four][tile][1] = read_now_if<4 * 2 * kColumns + 16>(there, row);
+                    own[four][tile][0] = read_fresh_if<4 * 2 * kColumns>(there, row);
+                    own[four][tile][1] = read_fresh_if<4 * 2 * kColumns + 16>(there, row);
                 }
             }
         } else
@@ -166,8 +166,8 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
 #ifndef ABLATE_LOADS
                 const unsigned char *row = x_now + (tile * kTokens * task.groups + four * 4) * 2 * kColumns;
                 if (tile * kTokens + lane / 4 < task.tokens && lane % 4 + four * 4 < tiles) {
-                    own[four][tile][0] = read_now(row);
-                    own[four][tile][1] = read_now(row + 16);
+                    own[four][tile][0] = read_fresh(row);
+                    own[four][tile][1] = read_fresh(row + 16);
                 }
 #endif
             }

@@ -37,11 +37,21 @@ __device__ __forceinline__ uint4 read_now(const void *address) {
     return value;
 }
 
+// The same of what the launch before may have written while this one was already under way: the read-only cache is for what
+// nobody writes as long as a kernel lives.
+__device__ __forceinline__ uint4 read_fresh(const void *address) {
+    uint4 value;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+    return value;
+}
+
 // The same kOffset bytes on, where `wanted` is true, without a branch; elsewhere any numbers.
-template <int kOffset> __device__ __forceinline__ uint4 read_now_if(bool wanted, const void *address) {
+template <int kOffset> __device__ __forceinline__ uint4 read_fresh_if(bool wanted, const void *address) {
     uint4 value;
     asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n"
-                 " @wanted ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4 + %6];}"
+                 " @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4 + %6];}"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(address), "r"(static_cast<int>(wanted)), "n"(kOffset));
     return value;

@@ -27,7 +27,7 @@ def sweep_dead() -> list[str]:
         return removed
     for entry in SHARED_DIR.iterdir():
         if owner_is_dead(entry.name):
-            with contextlib.suppress(FileNotFoundError, PermissionError):  # another user's, or swept by a neighbour
+            with contextlib.suppress(OSError):  # another user's, swept by a neighbour, or no file at all
                 entry.unlink()
                 removed.append(entry.name)
     return removed

@@ -1,12 +1,59 @@
-"""HTTP connections whose clients must get to the point: a request's head that does not come whole is not waited for."""
+"""HTTP connections whose clients must get to the point: a request's head that does not come whole is not waited for.
+
+And no more of them than leave open files to the rest of the server: ranks that start again need some.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
+import sys
 import time
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+ACCEPTED_AT_ONCE = 128  # connections in one turn of the loop
+_MOST_FILES = 1 << 16
+_OTHER_FILES = 256  # for ranks, workers, uploads, and what one turn accepts beyond the bound
+_NEWS_SECONDS = 10.0
+_FULL = b"""HTTP/1.1 503 Service Unavailable\r
+Retry-After: 5\r
+Connection: close\r
+Content-Type: application/json\r
+Content-Length: %d\r
+\r
+%b"""
+_REASON = (
+    b'{"error":{"message":"this server holds no more connections","type":"server_error","param":null,"code":null}}'
+)
+
+
+def most_connections() -> int:
+    """Connections that leave room for other files. Raises this process's limit of open files as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    files = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(files - _OTHER_FILES, files // 3)
+
+
+class FileShortage:
+    """A handler of the loop's exceptions that tells of a lack of open files now and then, not thousands of times a second."""
+
+    def __init__(self) -> None:
+        self._told = -_NEWS_SECONDS
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._told >= _NEWS_SECONDS:
+            self._told = time.monotonic()
+            print(f"duovolt serve: no connection can be accepted: {error.strerror}.", file=sys.stderr, flush=True)
 
 
 class PatientProtocol(H11Protocol):
@@ -16,11 +63,15 @@ class PatientProtocol(H11Protocol):
     """
 
     head_seconds = 20.0
+    most: int | None = None  # connections at a time; one more is told so and closed
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._head_since: float | None = time.monotonic()
         self._watch = self._next_look()
+        if self.most is not None and len(self.connections) > self.most:
+            transport.write(_FULL % (len(_REASON), _REASON))
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._head_since is None and self._between_requests():

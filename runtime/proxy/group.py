@@ -31,6 +31,7 @@ from .load_watch import LoadWatch
 from .plan import ServePlan
 
 _STOP_SECONDS = 0.7  # for a rank to end by itself, or to print its side of a failure; then it is killed
+_KILL_SECONDS = 20.0  # for a killed one to be gone: a card takes its time to give memory back
 _LOADING_NEWS_SECONDS = 5.0
 _LOADING_LOOK_SECONDS = 0.5
 _LONGEST_LOAD_SECONDS = 3600.0  # the largest model of the family from a slow disk takes a tenth of it
@@ -80,7 +81,8 @@ class RankGroup:
         self._plan = plan
         self._relay = relay
         self._start = start
-        self._context = zmq.Context()
+        # One for all generations: where files run out, the library cannot make another.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._loop = asyncio.get_running_loop()
         self._processes: list[asyncio.subprocess.Process] = []
@@ -102,12 +104,7 @@ class RankGroup:
         self._progress = [ProgressCounter(region, rank) for rank in range(self._plan.size)]
         self._folder = _private_folder()
         for rank in range(self._plan.size):
-            socket = self._context.socket(zmq.PAIR)
-            socket.linger = 0
-            socket.sndhwm = 0  # the hub bounds what may wait here, whatever a rank is doing
-            socket.bind(self._endpoint(rank))
-            self._sockets.append(socket)
-            self._loop.add_reader(socket.fileno(), self._drain, rank)
+            self._open_socket(rank)
             self._processes.append(await self._spawn(rank))
             self._tasks.append(asyncio.create_task(self._watch_exit(rank)))
         await self._wait_ready()
@@ -149,22 +146,32 @@ class RankGroup:
         return views
 
     async def stop(self) -> None:
-        """Ask, wait a moment, kill; then nothing of this generation is left: process, file, socket or folder."""
+        """Ask, wait a moment, kill; then nothing of this generation is left: process, file, socket or folder.
+
+        But for a process that a driver holds and that no signal reaches: it is named, and not waited for any longer.
+        """
         self.send(Stop())
         waits = [asyncio.ensure_future(process.wait()) for process in self._processes]
         if waits:
             await asyncio.wait(waits, timeout=_STOP_SECONDS)
         self.kill()
         if waits:
-            await asyncio.wait(waits)
+            _, held = await asyncio.wait(waits, timeout=_KILL_SECONDS)
+            for process, wait in zip(self._processes, waits, strict=True):
+                if wait in held:
+                    wait.cancel()
+                    print(
+                        f"duovolt serve: rank process {process.pid} cannot be killed: its driver holds it.",
+                        file=sys.stderr,
+                    )
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for socket in self._sockets:
             self._loop.remove_reader(socket.fileno())
             socket.close()
-        self._context.term()
         self._clear_names()
+        sweep_dead()  # what a killed rank had made for itself and its twin
         self._shared, self._progress = None, []  # the last mapping goes with them: the next generation needs the room
 
     def kill(self) -> None:
@@ -173,6 +180,17 @@ class RankGroup:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
+
+    def _open_socket(self, rank: int) -> None:
+        try:
+            socket = self._context.socket(zmq.PAIR)
+            self._sockets.append(socket)
+            socket.linger = 0
+            socket.sndhwm = 0  # the hub bounds what may wait here, whatever a rank is doing
+            socket.bind(self._endpoint(rank))
+        except zmq.ZMQError as error:  # no more open files, no room for its name
+            raise EnvironmentFault(f"cannot open a socket for rank {rank}: {error.strerror or error}.") from error
+        self._loop.add_reader(socket.fileno(), self._drain, rank)
 
     async def _spawn(self, rank: int) -> asyncio.subprocess.Process:
         plan = self._plan
@@ -361,8 +379,9 @@ def _private_folder() -> Path:
         if not os.access(parent, os.W_OK | os.X_OK) or len(base) > 60:  # a socket's path has at most 107 bytes
             continue
         for child in parent.glob("duovolt-*"):
-            if owner_is_dead(child.name) and child.is_dir() and child.stat().st_uid == os.geteuid():
-                shutil.rmtree(child, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another server sweeps, too
+                if owner_is_dead(child.name) and child.is_dir() and child.stat().st_uid == os.geteuid():
+                    shutil.rmtree(child, ignore_errors=True)
         folder = parent / owned_name()
         try:
             folder.mkdir(mode=0o700)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from ...checkpoint.errors import EnvironmentFault
 from ..grammar import prepare
 from .app import Api
-from .connections import PatientProtocol
+from .connections import ACCEPTED_AT_ONCE, FileShortage, PatientProtocol, most_connections
 from .errors import unavailable
 from .hub import Hub
 from .log_file import LogFile
@@ -42,9 +42,14 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
+class _Protocol(PatientProtocol):
+    """Bounded in number by what this process may open."""
+
+
 def serve(options: ServeOptions) -> int:
     """Run until a signal; the exit code. Raises DuovoltError if the server cannot start."""
     plan = make_plan(options)
+    _Protocol.most = most_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
     listener = _listen(options.host, options.port)
     log = None if options.log_requests is None else LogFile(options.log_requests)
@@ -95,7 +100,8 @@ class _Server:
             Observed(allowed, paths, self._hub.meters, log, plan.options.log_content),
             ssl_certfile=plan.options.tls_cert,
             ssl_keyfile=plan.options.tls_key,
-            http=PatientProtocol,  # whatever else is installed: it bounds the size and the time of a head
+            http=_Protocol,  # whatever else is installed: it bounds the size and the time of a head
+            backlog=ACCEPTED_AT_ONCE,
             log_level="error",
             access_log=False,
             lifespan="off",
@@ -109,6 +115,7 @@ class _Server:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(FileShortage())
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))

@@ -54,6 +54,17 @@ def test_ptx_is_for_sm_70_and_holds_nothing_that_volta_lacks(nvrtc):
     assert {what: found[0] for what, found in ((w, re.search(p, ptx)) for w, p in FORBIDDEN.items()) if found} == {}
 
 
+def test_activations_do_not_come_through_the_read_only_cache_where_launches_overlap(nvrtc):
+    """It is for what nobody writes while a kernel lives; the launch before may write them after this one has begun."""
+    ptx = builder.build("linear_8.cu", "compute_90").image.decode()
+    kernels = re.split(r"\.visible \.entry ", ptx)[1:]
+    assert len(kernels) >= len(KERNELS)
+    for text in kernels:
+        waited = text[text.index("griddepcontrol.wait") :]
+        assert set(re.findall(r"ld\.global\.nc[.\w]*", waited)) <= {"ld.global.nc.f32"}  # scales of weights
+        assert "ld.global.v4.u32" in waited
+
+
 def test_forbidden_patterns_do_find_what_they_name():
     examples = [
         "cp.async.ca.shared.global",

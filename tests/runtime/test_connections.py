@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
+import shutil
+import signal
 import socket
 import time
+from pathlib import Path
 
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from duovolt.runtime.proxy.connections import PatientProtocol
+from duovolt.runtime.proxy.connections import PatientProtocol, most_connections
 from duovolt.runtime.proxy.server import _listen
+
+from .conftest import Server
+from .stub_model import make_ranks, write_script
 
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
@@ -70,6 +79,79 @@ def test_half_a_head_is_not_waited_for_and_a_slow_answer_is() -> None:
         assert 0.3 < seconds < 2 and said == b""
     assert good[1].endswith(b"late") and good[0] > 0.9
     assert second[1].endswith(b"late") and 0.3 < second[0] < 2
+
+
+def test_one_connection_too_many_is_told_and_closed() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    class Few(PatientProtocol):
+        most = 2
+
+    config = uvicorn.Config(Starlette(routes=[Route("/", slow)]), http=Few, lifespan="off", log_level="error")
+
+    async def scene() -> tuple[bytes, bytes]:
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        refused = (await closing_time(port, HEAD + b"\r\n"))[1]
+        held[0][1].close()
+        await asyncio.sleep(0.1)
+        served = (await closing_time(port, HEAD + b"Connection: close\r\n\r\n"))[1]
+        held[1][1].close()
+        server.should_exit = True
+        await serving
+        return refused, served
+
+    refused, served = asyncio.run(scene())
+    assert refused.startswith(b"HTTP/1.1 503 ") and b"holds no more connections" in refused
+    assert served.endswith(b"late")
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "files"),
+    [
+        ((1024, 4096), 4096 - 256, 4096),
+        ((1024, resource.RLIM_INFINITY), 65536 - 256, 65536),
+        ((1 << 20, 1 << 20), (1 << 20) - 256, 1 << 20),
+        ((60, 60), 20, 60),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 65536 - 256, resource.RLIM_INFINITY),
+    ],
+)
+def test_connections_leave_files_to_the_rest(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], most: int, files: int
+) -> None:
+    now = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: now[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, wanted: now.__setitem__(0, wanted))
+    assert most_connections() == most
+    assert now[0] == (files, limits[1])
+
+
+def test_ranks_start_again_though_clients_hold_all_they_can(tmp_path: Path) -> None:
+    """Before, the loop wrote thousands of lines a second, and no rank started again while the clients stayed."""
+    script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
+    arguments = [str(make_ranks(tmp_path / "ranks", 2)), "--backend", f"scripted:{script}"]
+    if shutil.which("prlimit") is None:
+        pytest.skip("no prlimit")
+    server = Server(arguments, {}, ["prlimit", "--nofile=100:100"])
+    clients: list[socket.socket] = []
+    try:
+        address = server.wait_ready().url.removeprefix("http://").rpartition(":")
+        clients += [socket.create_connection((address[0], int(address[2]))) for _ in range(150)]
+        for client in clients:
+            with contextlib.suppress(OSError):  # those that were closed
+                client.sendall(HEAD)
+        os.kill(server.rank_pids()[0], signal.SIGKILL)
+        server.wait_log(r"ready on", count=2)
+        assert len(server.lines) < 40
+    finally:
+        for client in clients:
+            client.close()
+        server.kill()
 
 
 def test_a_connection_sends_small_pieces_at_once() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from msgspec import structs
 
 from duovolt.runtime.messages import TokenEvent
 from duovolt.runtime.parallel.region import region_bytes
-from duovolt.runtime.parallel.shared import SharedFile
+from duovolt.runtime.parallel.shared import SHARED_DIR, SharedFile
+from duovolt.runtime.proxy import group as group_module
 from duovolt.runtime.proxy.group import RankFault, RankGroup
+from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import ServePlan, make_plan
+from duovolt.runtime.proxy.supervisor import Supervisor
 from duovolt.runtime.rank.options import RankOptions
 from duovolt.runtime.rank.wire import Failed, Hello, Step, decode_to_proxy
 
@@ -81,6 +85,91 @@ def test_the_second_rank_must_be_the_firsts_twin(plan: ServePlan, change: dict[s
     fault = asyncio.run(meet(structs.replace(twin, **change)))
     assert fault is not None and fault.exit_code == 2
     assert f"rank 1 refused: its {named} is {next(iter(change.values()))}, expected" in str(fault)
+
+
+DEAD = f"duovolt-{2**22 + 5}-1-"  # no process has this number
+HOLD = """
+import time
+from duovolt.runtime.parallel.shared import SHARED_DIR, SharedFile
+from duovolt.runtime.proxy import group as group_module
+print(SharedFile.create(4096).name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_rank_has_made_goes_with_it(plan: ServePlan) -> None:
+    """The inboxes in pinned memory and NCCL's meeting place are rank 0's own, and have names for a while."""
+
+    async def run() -> str:
+        group = RankGroup(plan, lambda events: None, start=0)
+        rank = await asyncio.create_subprocess_exec(sys.executable, "-c", HOLD, stdout=subprocess.PIPE)
+        group._processes = [rank]
+        assert rank.stdout is not None
+        name = (await rank.stdout.readline()).decode().strip()
+        assert (SHARED_DIR / name).exists()
+        await group.stop()
+        return name
+
+    assert not (SHARED_DIR / asyncio.run(run())).exists()
+
+
+def test_a_rank_that_no_signal_reaches_is_named_and_not_waited_for(
+    plan: ServePlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(group_module, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(group_module, "_KILL_SECONDS", 0.1)
+
+    class Held:
+        pid, returncode, kills = 4711, None, 0
+
+        async def wait(self) -> int:
+            await asyncio.Event().wait()
+            return 0
+
+        def kill(self) -> None:
+            self.kills += 1
+
+    async def run() -> int:
+        group = RankGroup(plan, lambda events: None, start=0)
+        held = Held()
+        group._processes = [held]  # type: ignore[list-item]
+        await asyncio.wait_for(group.stop(), 5)
+        return held.kills
+
+    assert asyncio.run(run()) == 1
+    assert "rank process 4711 cannot be killed" in capsys.readouterr().err
+
+
+def test_a_socket_that_cannot_be_had_is_a_fault_and_no_hang(plan: ServePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where files run out: the library says it in an exception of its own, and waits for a socket left open."""
+    monkeypatch.setattr(group_module, "_private_folder", lambda: Path("/nowhere/at/all"))
+
+    async def run() -> None:
+        with pytest.raises(RankFault, match="cannot open a socket for rank 0: No such file") as fault:
+            await asyncio.wait_for(Supervisor(plan, Hub(1, 4), lambda facts: None).run(), 10)
+        assert fault.value.exit_code == 3
+
+    asyncio.run(run())
+
+
+def test_folders_of_dead_owners_go_while_another_server_removes_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_dir, seen = Path.is_dir, []
+
+    def removed_meanwhile(path: Path) -> bool:
+        found = is_dir(path)
+        if path.name.startswith(DEAD):
+            seen.append(path)
+            if len(seen) == 1:  # the neighbour is faster
+                path.rmdir()
+        return found
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:  # sockets need short paths
+        monkeypatch.setenv("XDG_RUNTIME_DIR", base)
+        for number in range(3):
+            (Path(base) / f"{DEAD}0000000{number}").mkdir()
+        monkeypatch.setattr(Path, "is_dir", removed_meanwhile)
+        folder = group_module._private_folder()
+        assert [path.name for path in Path(base).iterdir()] == [folder.name] and len(seen) == 3
 
 
 def event(request_id: int, tokens: list[int], finish: str | None = None) -> TokenEvent:

@@ -23,6 +23,13 @@ print(shared.name, flush=True)
 time.sleep(60)
 """
 
+ODD_NAME = """
+import ctypes, time
+ctypes.CDLL(None).prctl(15, b"\\xff\\xfe) Z 1", 0, 0, 0)
+print("there", flush=True)
+time.sleep(60)
+"""
+
 
 def test_a_file_is_private_zeroed_whole_and_nameless_after_unlink() -> None:
     shared = SharedFile.create(12288)
@@ -79,6 +86,67 @@ def test_the_sweep_takes_dead_owners_files_only() -> None:
         child.stdout.close()
         for path in made:
             path.unlink(missing_ok=True)
+
+
+def test_nothing_that_stands_in_the_way_ends_a_sweep() -> None:
+    """Anybody may make entries of these names: a folder, or the pid of a process whose name is no text."""
+    child = subprocess.Popen([sys.executable, "-c", ODD_NAME], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    folder = SHARED_DIR / f"duovolt-{2**22 + 5}-1-00000002"
+    files = [SHARED_DIR / f"duovolt-{number}-1-00000003" for number in (2**22 + 5, child.pid, "9" * 200)]
+    try:
+        folder.mkdir()
+        for path in files:
+            path.write_bytes(b"x")
+        sweep_dead()
+        assert folder.is_dir() and not any(path.exists() for path in files)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        folder.rmdir()
+        for path in files:
+            path.unlink(missing_ok=True)
+
+
+def test_an_owner_that_is_hidden_or_numbered_elsewhere_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = SharedFile.create(4096)
+    try:
+        assert not owner_is_dead(mine.name)
+        parts = mine.name.split("-")
+        parts[3] = str(int(parts[3]) + 1)  # another container's process of the same number
+        parts[2] = "1"
+        assert not owner_is_dead("-".join(parts))
+
+        def refused(path: Path) -> bytes:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "read_bytes", refused)
+        assert not owner_is_dead(f"duovolt-{2**22 + 5}-1-00000004")
+    finally:
+        mine.unlink()
+
+
+def test_a_container_that_shares_the_folder_keeps_its_files() -> None:
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", HOLD]
+    try:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except FileNotFoundError:
+        pytest.skip("no unshare")
+    assert child.stdout is not None
+    try:
+        name = child.stdout.readline().strip()
+        if not name:
+            pytest.skip("no process numbers of one's own here")
+        assert name.startswith("duovolt-1-")
+        assert name not in sweep_dead() and (SHARED_DIR / name).exists()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        if name:
+            (SHARED_DIR / name).unlink(missing_ok=True)
 
 
 def test_a_zombie_owner_is_dead() -> None:

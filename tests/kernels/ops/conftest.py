@@ -31,12 +31,49 @@ BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
 KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  # written out, or made by a macro
 
 
-class Emulated:
-    """A CUDA source compiled for the host, launched as a module on a device is."""
+# Where launches overlap: what a kernel may read before it waits for the one before it (`half.cuh`). Behind a norm, which
+# lets the next one begin before it has waited itself, that is weights alone.
+_POOL = {"keys", "key_scales", "values", "value_scales"}  # pages that are older than this round: test_attention.py
+EARLY_READS = {
+    "attention": {"tables", "counts", "starts", "firsts", *_POOL},
+    "attention_merge": {"positions", "gate"},
+    "delta_decode": {"lanes", "counts", "firsts", "accepted", "turns", "weight", "a_log", "dt_bias", "state", "rows"},
+    "rms_norm": {"weight"},
+    "gated_rms_norm": {"weight"},
+    "gated_rms_norm_many": {"weight"},
+    "qkv_rope": {"axes", "positions", "slots", "cosines", "sines", "query_weight", "key_weight"},
+    "embed": set(),
+    "mailbox_reduce": set(),
+    "mailbox_reduce_norm": set(),
+    "mailbox_gather": set(),
+}
+EARLY_READS["delta_decode_apart"] = EARLY_READS["delta_decode"]
+EARLY_WRITES = {name: {"state", "rows"} for name in ("delta_decode", "delta_decode_apart")}  # what it alone keeps
 
-    def __init__(self, library: ctypes.CDLL, arch: str) -> None:
+
+class Early(ctypes.Structure):
+    """As in fibers.hpp."""
+
+    _fields_ = (
+        ("read", ctypes.c_uint64),
+        ("written", ctypes.c_uint64),
+        ("fresh", ctypes.c_int),
+        ("never", ctypes.c_int),
+    )
+
+
+class Emulated:
+    """A CUDA source compiled for the host, launched as a module on a device is.
+
+    `fresh`: tensors that the launch before writes. `early`: what a kernel has read before it waited, by name of kernel.
+    """
+
+    def __init__(self, library: ctypes.CDLL, arch: str, parameters: dict[str, list[str]] | None = None) -> None:
         self._library = library
         self.arch = arch
+        self.parameters = parameters or {}
+        self.fresh: list[torch.Tensor] = []
+        self.early: dict[str, set[str]] = {}
 
     def launch(
         self,
@@ -48,9 +85,16 @@ class Emulated:
         overlap: bool = False,
     ) -> None:
         slots = b"".join(_slot(argument) for argument in arguments)
-        inside = [tensor for argument in arguments for tensor in getattr(argument, "tensors", [argument])]
-        ranges = [_range(tensor) for tensor in inside if isinstance(tensor, torch.Tensor)]
+        inside = [
+            (place, tensor)
+            for place, argument in enumerate(arguments)
+            for tensor in getattr(argument, "tensors", [argument])
+            if isinstance(tensor, torch.Tensor)
+        ]
+        ranges = [_range(tensor) for _, tensor in inside]
         flat = [bound for bounds in ranges for bound in bounds]
+        written = [bound for tensor in self.fresh for bound in _range(tensor)]
+        self._library.overlap_fresh((ctypes.c_void_p * len(written))(*written), len(self.fresh))
         grid = (blocks, 1, 1) if isinstance(blocks, int) else (*blocks, 1, 1)[:3]
         stray = getattr(self._library, f"emulate_{name}")(
             (ctypes.c_int * 3)(*grid),
@@ -63,6 +107,25 @@ class Emulated:
         assert stray != -1, f"{name}: threads of a block wait for one another for ever"
         assert stray != -2, f"{name}: {len(arguments)} arguments do not fit the kernel"
         assert stray == 0, f"{name}: {stray} accesses outside of the buffers, or not aligned"
+        if overlap and (
+            self.arch == "sm_90" or name.startswith("mailbox")
+        ):  # the others' sources differ by architecture
+            self._check_overlap(name, [place for place, _ in inside])
+
+    def _check_overlap(self, name: str, places: list[int]) -> None:
+        """A kernel that may begin before its predecessor has ended keeps to the rule of `half.cuh`."""
+        found = Early()
+        self._library.overlap_report(ctypes.byref(found))
+        names = [self.parameters[name][place] for place in places]
+        read, written = (
+            {own for bit, own in enumerate(names) if mask >> bit & 1} for mask in (found.read, found.written)
+        )
+        family = re.sub(r"_(int8|fp16|fp32|bf16)(_\d)?$", "", name)
+        assert found.never == 0, f"{name}: {found.never} blocks end without having waited for the launch before"
+        assert found.fresh == 0, f"{name}: {found.fresh} early accesses to what the launch before writes"
+        assert read <= EARLY_READS[family], f"{name} reads {read - EARLY_READS[family]} before it waits"
+        assert written <= EARLY_WRITES.get(family, set()), f"{name} writes {written} before it waits"
+        self.early.setdefault(name, set()).update(read)
 
 
 def _slot(argument: Any) -> bytes:
@@ -105,7 +168,17 @@ def compiled(source: str, arch: str, folder: Path) -> Emulated:
         [*command, "host.cpp", "-o", "host.so"], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[:4000]
-    return Emulated(ctypes.CDLL(str(folder / "host.so")), f"sm_{ARCHES[arch] // 10}")
+    return Emulated(ctypes.CDLL(str(folder / "host.so")), f"sm_{ARCHES[arch] // 10}", parameters_of(text))
+
+
+def parameters_of(text: str) -> dict[str, list[str]]:
+    """Names of every kernel's parameters; those of a macro's kernels under each name that it makes."""
+    found: dict[str, list[str]] = {}
+    for name, parameters in re.findall(r"(\w+)\(([^()]*)\)\s*\{", BOUNDS.sub("", text).replace("\\\n", " ")):
+        found[name] = [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",") if parameter.strip()]
+    macro = found.pop("name", None)
+    made = [second for _, second in KERNEL.findall(BOUNDS.sub("", text)) if second and second != "name"]
+    return found | ({name: macro for name in made} if macro else {})
 
 
 @pytest.fixture(scope="session")

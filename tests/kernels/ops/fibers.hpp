@@ -38,7 +38,7 @@ alignas(16) static unsigned char dynamic_shared[1 << 18];
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStack = 1 << 17;
 
-struct Barrier { int expected = 0, arrived = 0; unsigned generation = 0; };
+struct Barrier { int expected = 0, arrived = 0; unsigned generation = 0; bool awaited = false; };
 struct Fiber {
     jmp_buf place;
     ucontext_t entry;
@@ -47,6 +47,7 @@ struct Fiber {
     Barrier *waiting = nullptr;
     unsigned generation = 0;
     unsigned parity = 0;
+    bool awaited = false;
 };
 static Fiber fibers[kMaxThreads];
 static jmp_buf scheduler;
@@ -59,10 +60,28 @@ struct Range { const char *begin, *end; };
 static const Range *ranges;
 static int range_count, stray;
 
-inline bool inside(const void *address, size_t bytes) {
+// What a kernel does before it waits for the launch before it: which buffers it reads and writes, a bit each; accesses to
+// what that launch writes (`fresh`); and threads that end without having waited.
+struct Early { uint64_t read, written; int fresh, never; };
+static Early early;
+static bool block_awaited;
+static std::vector<Range> fresh;
+extern "C" void overlap_report(Early *found) { *found = early; }
+extern "C" void overlap_fresh(const Range *written, int count) { fresh.assign(written, written + count); }
+inline void note(uint64_t &buffers, const char *begin, size_t bytes, int buffer) {
+    if (!fibers[running].awaited) {
+        buffers |= uint64_t(1) << buffer;
+        for (const Range &range : fresh) {
+            early.fresh += begin < range.end && begin + bytes > range.begin;
+        }
+    }
+}
+
+inline bool inside(const void *address, size_t bytes, uint64_t &buffers = early.read) {
     const char *begin = static_cast<const char *>(address);
     for (int i = 0; i < range_count; ++i) {
         if (begin >= ranges[i].begin && begin + bytes <= ranges[i].end) {
+            note(buffers, begin, bytes, i);
             return reinterpret_cast<uintptr_t>(address) % std::min<size_t>(bytes, 16) == 0; // a GPU faults on others
         }
     }
@@ -80,7 +99,7 @@ template <class T> T read_here(const T *address) { return read(address); }
 template <class T> T __ldg(const T *address) { return read(address); }
 template <class T> T __ldcs(const T *address) { return read(address); }
 template <class T> void write(T *address, T value) {
-    if (inside(address, sizeof(T))) {
+    if (inside(address, sizeof(T), early.written)) {
         *address = value;
     } else {
         ++stray;
@@ -99,11 +118,13 @@ inline void wait(Barrier &barrier) {
     Fiber &self = fibers[running];
     self.waiting = &barrier;
     self.generation = barrier.generation;
+    barrier.awaited |= self.awaited; // who meets a thread that has waited need not wait
     arrive(barrier);
     if (barrier.generation == self.generation && !_setjmp(self.place)) {
         _longjmp(scheduler, 1);
     }
     self.waiting = nullptr;
+    self.awaited |= barrier.awaited;
 }
 inline void __syncthreads() { wait(block_barrier); }
 template <int id> void meet(int threads) {
@@ -183,10 +204,10 @@ inline unsigned half_bits(float value) {
     return sign | (unsigned(exponent + 14) * 1024 + mantissa); // the hidden bit adds one to the exponent
 }
 inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
-inline void await_previous() {}
+inline void await_previous() { fibers[running].awaited = true; }
 inline void admit_next() {}
 inline void admit_next_after_writes() {}
-inline void take_over() {}
+inline void take_over() { await_previous(); }
 inline float fast_inverse(float value) { return 1.0f / value; }
 inline float fast_inverse_root(float value) { return 1.0f / std::sqrt(value); }
 inline float fast_exp2(float value) { return std::exp2(value); }
@@ -296,7 +317,7 @@ inline SumTile sum_tile(const float *p, int pitch) {
 
 // Copies that are done when they are waited for; until then there is NaN, and what was there is gone.
 using SharedAddress = unsigned char *;
-struct Copy { SharedAddress to; const unsigned char *from; };
+struct Copy { SharedAddress to; uint4 piece; };
 static std::vector<std::vector<Copy>> copies[kMaxThreads]; // groups of each thread; the last one is open
 inline SharedAddress shared_address(void *p) { return static_cast<SharedAddress>(p); }
 inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<const uint4 *>(address); }
@@ -307,7 +328,7 @@ inline void copy_async(SharedAddress to, const unsigned char *from) {
         groups.emplace_back();
     }
     std::memset(to, 0xFF, 16);
-    groups.back().push_back({to, from});
+    groups.back().push_back({to, from ? read(reinterpret_cast<const uint4 *>(from)) : uint4{}});
 }
 inline void zero_async(SharedAddress to, const unsigned char *) { copy_async(to, nullptr); }
 inline void commit_copies() {
@@ -319,8 +340,7 @@ template <int pending> void wait_copies() {
     auto &groups = copies[threadIdx.x];
     while (groups.size() > pending + 1) {
         for (const Copy &copy : groups.front()) {
-            const uint4 piece = copy.from ? read(reinterpret_cast<const uint4 *>(copy.from)) : uint4{};
-            std::memcpy(copy.to, &piece, 16);
+            std::memcpy(copy.to, &copy.piece, 16);
         }
         groups.erase(groups.begin());
     }
@@ -355,6 +375,7 @@ static void enter() {
     body(body_argument);
     Fiber &self = fibers[running];
     self.done = true;
+    block_awaited |= self.awaited;
     for (Barrier *barrier : {&block_barrier, &warp_barriers[running / 32]}) { // threads that have ended are not waited for
         --barrier->expected;
         if (barrier->expected && barrier->arrived == barrier->expected) {
@@ -377,6 +398,7 @@ static bool run_block(int threads) {
         fiber.started = fiber.done = false;
         fiber.waiting = nullptr;
         fiber.parity = 0;
+        fiber.awaited = false;
         copies[i].clear();
         if (!fiber.stack) {
             fiber.stack = std::make_unique<char[]>(kStack);
@@ -446,6 +468,7 @@ int emulate(void (*kernel)(A...), const int *grid, int threads, const uint64_t *
     ranges = buffers;
     range_count = buffer_count;
     stray = 0;
+    early = {};
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     for (int z = 0; z < grid[2]; ++z) {
@@ -453,9 +476,11 @@ int emulate(void (*kernel)(A...), const int *grid, int threads, const uint64_t *
             for (int x = 0; x < grid[0]; ++x) {
                 blockIdx = {x, y, z};
                 std::memset(dynamic_shared, 0xFF, sizeof dynamic_shared); // NaN: nothing relies on what was there
+                block_awaited = false;
                 if (!run_block(threads)) {
                     return -1;
                 }
+                early.never += !block_awaited;
             }
         }
     }

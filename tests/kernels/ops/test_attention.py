@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from duovolt.checkpoint.errors import InputError
-from duovolt.kernels import oracle
+from duovolt.kernels import checks, oracle
 from duovolt.kernels.attention import (
+    SOURCE,
     TIERS,
     Sequences,
     decode_attention,
@@ -222,3 +223,23 @@ def test_bad_calls_are_refused():
         call = {**good, **change}
         with pytest.raises(InputError, match=message):
             decode_attention(call.pop("query"), case.cache, call.pop("sequences"), **call)
+
+
+@FORMS
+@pytest.mark.parametrize(("start", "count"), [(5, 1), (64, 1), (126, 3), (191, 1)])
+def test_pages_that_this_round_writes_are_read_once_the_launch_before_has_ended(
+    emulated, monkeypatch, int8, start, count
+):
+    """Where launches overlap: older pages alone are asked for before the wait, and they are."""
+    kernels = emulated(SOURCE, "hopper")
+    monkeypatch.setattr(checks, "module_on", lambda source, device: kernels)
+    case = Case(torch.device("cpu"), int8, [start], [count], heads=(2, 1), seed=start)
+    written = case.tables[0, start // PAGE : (start + count - 1) // PAGE + 1].tolist()
+    pools = (case.cache.keys, case.cache.values, case.cache.key_scales, case.cache.value_scales)
+    fresh = [case.query, *(pool[page] for pool in pools if pool is not None for page in written)]
+    monkeypatch.setattr(kernels, "fresh", fresh)
+    monkeypatch.setattr(kernels, "early", {})
+    got = decode_attention(case.query, case.cache, case.sequences, **case.bounds)
+    assert relative(got, case.exact()) <= HALF_ERROR
+    (read,) = (read for name, read in kernels.early.items() if name != "attention_merge")
+    assert ("keys" in read) == ("values" in read) == (start >= PAGE)

@@ -81,7 +81,9 @@ class Pair:
 def pair(device, emulated, monkeypatch, tmp_path) -> Callable[..., Pair]:
     if device.type == "cpu":  # an emulator keeps the state of its threads in variables of the library: one a rank
         first = emulated(mailbox.SOURCE, "volta")
-        second = Emulated(ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")), first.arch)
+        second = Emulated(
+            ctypes.CDLL(shutil.copy(first._library._name, tmp_path / "second.so")), first.arch, first.parameters
+        )
         monkeypatch.setattr(checks, "module_on", lambda source, device: (first, second)[_rank.number])
     else:
         mailbox.prepare(device)
@@ -202,9 +204,10 @@ def test_a_wait_that_expires_poisons_the_rest(pair, door):
     (first, seconds), _ = two.run(three)
     assert torch.equal(first[0], parts[0].float() + parts[1].float())
     assert first[1].isnan().any() and first[2].isnan().all()
-    assert two.links[0].expired.item() == 2
-    bound = 0.3 if two.links[0].state.is_cuda else 0.8  # emulated, on a busy machine
-    assert 0.2 <= seconds[1] < bound and seconds[2] < 0.2  # what follows does not wait again
+    assert two.links[0].expired.item() == 2  # and no 3: what follows does not wait again
+    assert seconds[1] >= 0.2
+    if two.links[0].state.is_cuda:  # emulated, a busy machine may take any time
+        assert seconds[1] < 0.3 and seconds[2] < 0.2
     assert two.links[1].expired.item() > 0  # rank 0 is silent from there on
 
 
