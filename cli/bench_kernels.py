@@ -12,6 +12,7 @@ from ..kernels.module import arches_for
 from ..kernels.tuning import choice, using
 from ..perf.kernel_families import FAMILIES, FamilyRow, measure_families
 from ..perf.kernels import CASES, ROUTES, Case, PrefillRow, Row, loadable, measure, measure_prefill, the_device
+from ..perf.machine import machine_of
 
 EXAMPLE = """examples:
   duovolt bench kernels
@@ -120,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if not all(1 <= count <= 24 for count in args.tokens) or not all(1 <= n <= 1 << 16 for n in args.prefill or []):
         raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
     device = the_device()
+    if not (args.json or args.quiet):
+        print(machine_of(device).named, flush=True)
     if args.family:
         families = []
         for one in measure_families(args.family, arches_for(torch.cuda.get_device_capability(device))[0], device):
