@@ -65,6 +65,13 @@ def read_machine(device: torch.device) -> Machine:
     )
 
 
+def facts_of(device: torch.device) -> dict[str, str]:
+    """What a table of exchanges says of a card, as words. Raises as `read_machine`."""
+    machine = read_machine(device)
+    clock = f", memory at {machine.memory_mhz} MHz" if machine.memory_mhz else ""
+    return {"card": machine.card + clock, "driver": str(machine.driver), "torch": machine.torch}
+
+
 def machine_of(device: torch.device) -> Machine:
     """Facts of a device; of one without a card only what a figure of a trial needs. Raises as `read_machine`."""
     if device.type == "cuda":

@@ -22,6 +22,7 @@ REPLACED = (
     "volta.cuh",
     "ampere.cuh",
     "warp_product.cuh",
+    "shared.cuh",
     "bulk.cuh",
 )  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
@@ -223,6 +224,12 @@ def device(request, emulated, monkeypatch) -> Iterator[torch.device]:
 @pytest.fixture(params=["volta", "hopper", *ON_GPU])
 def overlapping_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
     """As `device`, for kernels that go another way where launches overlap."""
+    yield from place(request.param, emulated, monkeypatch)
+
+
+@pytest.fixture(params=["volta", "ampere", "hopper", *ON_GPU])
+def every_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
+    """As `device`, for kernels that also decode by architecture."""
     yield from place(request.param, emulated, monkeypatch)
 
 
