@@ -41,6 +41,7 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
     layers = [Measurement(f"delta rule and neighbours, {how}", 1, [int]) for how in ("in turn", "overlapping")]
     monkeypatch.setattr(kernels_tune, "neighbours", lambda device: iter(layers))
+    monkeypatch.setattr("duovolt.perf.prompts_tune.for_prompts", lambda chosen, device, tell: chosen)
     monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
 
 
