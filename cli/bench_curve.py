@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         draw(curve, args.svg)
     if args.json:
         print(curve.encode().decode(), end="")
-    else:
+    elif not args.quiet:
         print("\n".join(table(curve)))
     return 0 if any(series.points for series in curve.series) else 1
 

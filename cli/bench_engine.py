@@ -236,8 +236,9 @@ class _Setup:
             way = f", both ranks on cards {self._args.devices} through {self._args.way}"
             alone = way if self._args.twin else ", one rank of two without its twin"
         load = f"\n{facts['load']}" if facts["load"] else ""
+        clock = f", memory at {mhz} MHz" if (mhz := facts["machine"].get("memory_mhz")) else ""
         return (
-            f"{facts['machine']['card']}, driver {facts['machine'].get('driver')}, torch {facts['machine']['torch']}; "
+            f"{facts['machine']['card']}{clock}, driver {facts['machine'].get('driver')}, torch {facts['machine']['torch']}; "
             f"{facts['model']}{alone}; {facts['weights_bytes'] / 1e9:.2f} GB of weights, kv {facts['kv']}, "
             f"{facts['drafts']} drafts, graphs {facts['graphs']}{f', kernels {arch}' if (arch := facts['arch']) else ''}{load}"
         )

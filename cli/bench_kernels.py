@@ -11,13 +11,14 @@ from ..checkpoint.errors import InputError
 from ..kernels.module import arches_for
 from ..kernels.tuning import choice, using
 from ..perf.kernel_families import FAMILIES, FamilyRow, measure_families
-from ..perf.kernels import CASES, Case, PrefillRow, Row, loadable, measure, measure_prefill, the_device
+from ..perf.kernels import CASES, ROUTES, Case, PrefillRow, Row, loadable, measure, measure_prefill, the_device
+from ..perf.machine import machine_of
 
 EXAMPLE = """examples:
   duovolt bench kernels
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
   duovolt bench kernels --tokens 1 4 --rows 32 16 auto --overlap
-  duovolt bench kernels --prefill 2048 4096
+  duovolt bench kernels --prefill 25 64 256 2048 --route narrow wide beside
   duovolt bench kernels --family attention delta
 
 Decode linears (or other families) at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the
@@ -41,6 +42,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--overlap", action="store_true", help="launches overlap as in the engine's graphs (sm_90 and newer)"
     )
     parser.add_argument("--prefill", type=int, nargs="+", metavar="T", help="only linears of T tokens against cuBLAS")
+    parser.add_argument(
+        "--route",
+        nargs="+",
+        choices=ROUTES,
+        default=["chosen"],
+        help="with --prefill, ways to take: the card's own; decode linear and dequantised weights; the wide linear; "
+        "dequantising beside the vendor's product (default: chosen)",
+    )
     parser.add_argument(
         "--family",
         nargs="+",
@@ -88,8 +97,9 @@ def measured(
 def prefill_line(row: PrefillRow) -> str:
     """One row: time, rate, share of cuBLAS."""
     rate = 2 * row.rows * row.columns * row.tokens / row.seconds / 1e12
+    shape = f"{row.encoding:<6} {row.rows:>6} x {row.columns:<6}"
     return (
-        f"{row.encoding:<6} {row.rows:>6} x {row.columns:<6} T {row.tokens:<5} {row.seconds * 1e6:8.1f} us  {rate:5.0f} TFLOP/s  "
+        f"{shape} T {row.tokens:<5} {row.route:<7} {row.seconds * 1e6:8.1f} us  {rate:5.0f} TFLOP/s  "
         f"cuBLAS fp16 {row.cublas * 1e6:8.1f} us  share {row.ratio:.2f}"
     )
 
@@ -111,6 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if not all(1 <= count <= 24 for count in args.tokens) or not all(1 <= n <= 1 << 16 for n in args.prefill or []):
         raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
     device = the_device()
+    if not (args.json or args.quiet):
+        print(machine_of(device).named, flush=True)
     if args.family:
         families = []
         for one in measure_families(args.family, arches_for(torch.cuda.get_device_capability(device))[0], device):
@@ -121,9 +133,13 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(families, indent=1))
         return 0
     if args.prefill:
-        found = measure_prefill(args.prefill, device)
-        facts = [dataclasses.asdict(row) | {"share": row.ratio} for row in found]
-        print(json.dumps(facts, indent=1) if args.json else "\n".join(map(prefill_line, found)))
+        facts = []
+        for prompt in measure_prefill(args.prefill, device, args.route):
+            facts.append(dataclasses.asdict(prompt) | {"share": prompt.ratio})
+            if not args.json:
+                print(prefill_line(prompt), flush=True)
+        if args.json:
+            print(json.dumps(facts, indent=1))
         return 0
     chosen = [case for case in CASES if args.only is None or case.name in args.only]
     arches = loadable(device)

@@ -106,7 +106,9 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
 
     models = [_model(args, source, tp) for source, tp in itertools.product(args.source, args.tp)]
     device = torch.device("cpu") if args.devices == "cpu" else _card(args, rank)
-    is_card = device.type == "cuda"
+    is_card, machine = device.type == "cuda", machine_of(device)
+    if not args.quiet:
+        print(f"{machine.named}; {', '.join(f'{one.label}, {one.tp} ranks' for one in models)}", flush=True)
     if not is_card:
         torch.set_num_threads(1)  # small products: more threads only wait for one another
     found, pair = Found(), Pair(args.twin, rank, args.way, device) if args.twin else None
@@ -127,7 +129,7 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
         launches, edges = pair.slower(launches), pair.lesser(edges)
         pair.close()
     labels = [f"{one.label}, {one.tp} ranks" for one in models]
-    times = LaunchTimes(machine_of(device), labels, launches, found.chains, replay, edges=edges)
+    times = LaunchTimes(machine, labels, launches, found.chains, replay, edges=edges)
     if not args.quiet:
         for chain in found.chains:
             print(

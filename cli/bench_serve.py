@@ -78,7 +78,7 @@ def _check(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace, machine: dict[str, str]) -> Record:
     from tqdm import tqdm
 
-    from ..perf.serve_matrix import Matrix, ask_server, open_run
+    from ..perf.serve_matrix import Matrix, ask_server, count_materials, open_run
     from ..perf.serve_stream import Endpoint
 
     settings = Settings(
@@ -88,7 +88,9 @@ def _measure(args: argparse.Namespace, machine: dict[str, str]) -> Record:
     endpoint = Endpoint(args.url, read_key(args.api_key_file), args.silence_seconds)
     try:
         server = ask_server(endpoint, args.model)
-        record, journal = open_run(args.out, server, settings, machine)
+        record, journal = open_run(
+            args.out, server, settings, machine, lambda: count_materials(endpoint, settings.materials)
+        )
         matrix = Matrix(endpoint, server, record, journal)
         if not args.quiet:
             for reason in matrix.skipped():

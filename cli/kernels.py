@@ -15,7 +15,7 @@ EXAMPLE = """examples:
   duovolt kernels build --arch compute_70 --out kernels  PTX as plain files, for a machine without the compiler:
                                                          copy the directory there and set DUOVOLT_KERNELS to it
   duovolt kernels report                                 what every kernel costs on a V100, from the machine code
-  duovolt kernels tune                                   measure this card, and keep what suits it (same results)
+  duovolt kernels tune                                   measure this card, and keep what suits it
 
 `build` and `report` need neither a GPU nor a CUDA toolkit, only: pip install "duovolt[cuda]"; `report` also
 nvidia-cuda-nvcc-cu12 (ptxas) and, for its loops, the nvdisasm of CUDA 12 or of the triton wheel."""
@@ -85,19 +85,17 @@ def _tune(args: argparse.Namespace) -> int:
     from ..kernels.tuning import store
     from ..perf.kernels import the_device
     from ..perf.kernels_tune import tune
+    from ..perf.prompts_tune import for_prompts
 
     device = the_device()
     tell = (lambda text: None) if args.quiet or args.json else print
     best = tune(device, tell)
-    path = store(torch.cuda.get_device_name(device), best.chosen)
+    chosen = for_prompts(best.chosen, device, tell)
+    path = store(torch.cuda.get_device_name(device), chosen)
     if args.json:
-        print(
-            json.dumps(
-                {"choice": msgspec.to_builtins(best.chosen), "microseconds": best.microseconds, "path": str(path)}
-            )
-        )
+        print(json.dumps({"choice": msgspec.to_builtins(chosen), "microseconds": best.microseconds, "path": str(path)}))
     elif not args.quiet:
-        print(f"kept {msgspec.to_builtins(best.chosen)} in {path}")
+        print(f"kept {msgspec.to_builtins(chosen)} in {path}")
     return 0
 
 

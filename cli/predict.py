@@ -186,7 +186,8 @@ def run(args: argparse.Namespace) -> int:
     if args.check is not None:
         return _check(args)
     if args.study or args.published:
-        print_study() if args.study else print_published()
+        if not args.quiet:
+            print_study() if args.study else print_published()
         return 0
     if args.source is None or args.card is None:
         raise InputError("predict needs a model and a --card: `duovolt predict qwen3.8-27b --card v100-877`.")

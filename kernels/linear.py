@@ -170,6 +170,11 @@ def _store(y: Tensor, out: Tensor, overflows: Tensor | None) -> None:
 def _check_device(x: Tensor, weights: Sequence[Weight]) -> None:
     if x.device.type != "cuda":
         raise InputError(f"x is on {x.device}: this kernel runs on a CUDA device; the reference runs on any.")
+    check_addresses(x, weights)
+
+
+def check_addresses(x: Tensor, weights: Sequence[Weight]) -> None:
+    """Raises InputError where something does not start at a multiple of 16 bytes."""
     for name, tensor in (("x", x), *(("words", weight.words) for weight in weights)):
         if tensor.data_ptr() % 16:
             raise InputError(f"{name} starts at an address that is not a multiple of 16: the kernel loads 16 bytes.")
@@ -199,10 +204,10 @@ def _checked_outputs(
     if len(outs) != len(weights) or (residuals is not None and len(residuals) != len(weights)):
         raise InputError(f"{len(weights)} matrices need as many outputs and residuals.")
     for weight, out in zip(weights, outs, strict=True):
-        _check_rows("out", out, dtype, (x.shape[0], weight.shape[0]), x.device)
+        check_rows("out", out, dtype, (x.shape[0], weight.shape[0]), x.device)
     for out, residual in zip(outs, residuals or [None] * len(outs), strict=True):
         if residual is not None:
-            _check_rows("residual", residual, torch.float32, tuple(out.shape), x.device)
+            check_rows("residual", residual, torch.float32, tuple(out.shape), x.device)
             if residual.shape[0] > 1 and residual.stride(0) != out.stride(0):
                 raise InputError(f"residual has rows of {residual.stride(0)} elements, out of {out.stride(0)}.")
     _check_counter(overflows, x.device)
@@ -217,7 +222,7 @@ def _checked_swiglu(x: Tensor, gate: Weight, up: Weight, out: Tensor | None, ove
     _check_counter(overflows, x.device)
     if out is None:
         return torch.empty(x.shape[0], gate.shape[0], dtype=torch.float16, device=x.device)
-    _check_rows("out", out, torch.float16, (x.shape[0], gate.shape[0]), x.device)
+    check_rows("out", out, torch.float16, (x.shape[0], gate.shape[0]), x.device)
     return out
 
 
@@ -228,7 +233,7 @@ def _check_input(x: Tensor, weight: Weight) -> None:
     check("x", x, torch.float16, (x.shape[0], columns), weight.words.device)
 
 
-def _check_rows(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+def check_rows(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     """As `check`, for a tensor that may be columns of a wider one."""
     unit = tensor.dim() != 2 or tensor.shape[1] == 1 or tensor.stride(1) == 1
     apart = tensor.dim() != 2 or tensor.shape[0] == 1 or tensor.stride(0) >= tensor.shape[1]

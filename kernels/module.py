@@ -224,3 +224,15 @@ def driver() -> ModuleType:
     except ImportError as error:
         raise EnvironmentFault(f"the CUDA driver bindings are missing ({error}). Install them: {INSTALL}") from None
     return driver
+
+
+def block_shared_bytes(device: int) -> int:
+    """Shared memory in bytes that a block of a CUDA device may ask for. Raises EnvironmentFault if the driver refuses."""
+    bindings = driver()
+    wanted = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    status, number = bindings.cuDeviceGet(device)
+    if int(status) == 0:
+        status, found = bindings.cuDeviceGetAttribute(wanted, number)
+    if int(status) != 0:
+        raise EnvironmentFault(f"asking GPU {device} for its shared memory failed: error {int(status)}.")
+    return int(found)

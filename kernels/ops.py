@@ -4,7 +4,7 @@ Both have the same signatures, so that what is built on them runs on a GPU and, 
 over where the tensors are on a CPU; on a GPU they show what the kernels should give.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from . import (
     round,
     sampling,
     staging,
+    wide,
 )
 from .checks import module_on
 from .sampling_state import Drawn
@@ -39,6 +40,8 @@ class Ops:
     linears: Callable[..., list[Tensor]]
     swiglu: Callable[..., Tensor]
     linear_block: Callable[..., Tensor]
+    linear_blocks: Callable[..., Sequence[Tensor]]
+    swiglu_block: Callable[..., Tensor]
     widen: Callable[..., Tensor]
     silu_product: Callable[..., Tensor]
     qkv_rope: Callable[..., Tensor]
@@ -61,6 +64,8 @@ cuda_ops = Ops(
     linears=linear.linears,
     swiglu=linear.swiglu,
     linear_block=prefill.linear_block,
+    linear_blocks=prefill.linear_blocks,
+    swiglu_block=prefill.swiglu_block,
     widen=staging.widen,
     silu_product=staging.silu_product,
     qkv_rope=rope.qkv_rope,
@@ -82,6 +87,8 @@ torch_ops = Ops(
     linears=linear.linears_reference,
     swiglu=linear.swiglu_reference,
     linear_block=prefill.linear_block_reference,
+    linear_blocks=prefill.linear_blocks_reference,
+    swiglu_block=prefill.swiglu_block_reference,
     widen=staging.widen_reference,
     silu_product=staging.silu_product_reference,
     qkv_rope=rope.qkv_rope_reference,
@@ -99,7 +106,7 @@ torch_ops = Ops(
 
 SOURCES = (
     *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
-    *(prefill.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
+    *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
     *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 

@@ -1,27 +1,34 @@
-"""Linears for many tokens: tiles to plain fp16 in a scratch buffer, then the vendor's matrix product.
+"""Linears for many tokens: by the decode linear, the wide one, or the vendor's product of dequantised weights.
 
-Some tokens more than the decode linear takes are cheaper as several of it. Beyond:
-out[t, n] = sum_k x[t, k] * fp16(W[n, k] * s[n]), summed in float32 by the vendor's library, rounded to fp16. The weights are
-dequantised at a factor that brings the largest near 4, and the product is multiplied back in float32, so that neither
-small nor large scales leave fp16's range; nvfp4 of one scale without that scale, so that its values stay exact. Bits may
-depend on T: prefill promises none.
+out[t, n] = sum_k x[t, k] * W[n, k] * s[n]. `kernels/tuning.py` says up to how many tokens which way is taken. The first two
+decode the weights on their way (kernels/linear.py, kernels/wide.py). The third brings tiles to plain fp16 in a scratch buffer,
+W[n, k] * s[n] rounded, and sums in float32 by the vendor's library. There the weights are dequantised at a factor that brings
+the largest near 4, and the product is multiplied back in float32, so that neither small nor large scales leave fp16's range;
+nvfp4 of one scale without that scale, so that its values stay exact.
+
+What is promised of bits: a call of the same weights with the same x, on the same card, versions and choices, gives the same. A
+token's may differ between numbers of tokens. In the wide linear they do not depend on the other tokens nor on its place.
 """
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from .linear import MAX_TOKENS, linear
+from . import staging, wide
+from .linear import MAX_TOKENS, check_addresses, check_rows, linear, linears, linears_reference
 from .module import load
-from .task import matrix_of
+from .task import FLOAT, HALF, MATRICES, SWIGLU, matrix_of
+from .tuning import choice
 from .weights import BAND, GROUP, Fp8BlockWeight, HalfWeight, Nvfp4Weight, Weight, check
 
 SOURCE = "dequantise.cu"
-FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens
-SCRATCH_BYTES = 96 << 20  # of plain weights at a time
+FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
+SCRATCH_BYTES = 96 << 20  # of plain weights at a time, or of the wide linear's partial sums
 _LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
 _LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
@@ -35,30 +42,152 @@ def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
     Raises InputError and EnvironmentFault as `linear` does.
     """
     out = _checked_output(x, weight, out)
-    if x.device.type != "cuda":
-        raise InputError(f"x is on {x.device}: this kernel runs on a CUDA device; the reference runs on any.")
-    if x.shape[0] <= FEW_TOKENS:
+    _check_device(x, [weight])
+    if _takes_wide(x, weight):
+        wide.multiply(x, [weight], [out], HALF, _workspace(x.device))
+    elif x.shape[0] <= FEW_TOKENS:
         for first in range(0, x.shape[0], MAX_TOKENS):
             few = slice(first, first + MAX_TOKENS)
             linear(x[few], weight, out[few], dtype=torch.float16)
-        return out
-    rows, columns = weight.shape
-    factor, back = half_factors(weight)
-    bands = weight.words.shape[0]
-    step = max(1, SCRATCH_BYTES // (2 * BAND * columns))
-    for first in range(0, bands, step):
-        count = min(step, bands - first)
-        plain = _scratch(x.device, max(SCRATCH_BYTES // 2, BAND * columns))[: count * BAND * columns].view(-1, columns)
-        dequantise(weight, plain, first, factor)
-        part = out[:, first * BAND : min((first + count) * BAND, rows)]
-        torch.addmm(part, x, plain[: part.shape[1]].t(), beta=0, alpha=back, out=part)
+    else:
+        _multiply_plain(x, [weight], [out])
     return out
+
+
+def linear_blocks(
+    x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor], *, overflows: Tensor | None = None
+) -> Sequence[Tensor]:
+    """x float16 [T, K] times each weight into float32 [T, N], for any T; the outputs may be columns of one tensor.
+
+    The sums as they are where the decode or the wide linear is taken; elsewhere through fp16, cut off at +-65504, and
+    `overflows` int32 [T] gains what was. Otherwise as `linear_block`.
+    """
+    for weight, out in zip(weights, outs, strict=True):
+        _check_input(x, weight)
+        check_rows("out", out, torch.float32, (x.shape[0], weight.shape[0]), x.device)
+    _check_device(x, weights)
+    if x.shape[0] <= MAX_TOKENS:
+        linears(x, weights, outs)
+        return outs
+    left = []
+    for kind in dict.fromkeys(weight.encoding for weight in weights):
+        alike = [(weight, out) for weight, out in zip(weights, outs, strict=True) if weight.encoding == kind]
+        if not _takes_wide(x, alike[0][0]):
+            left += alike
+            continue
+        for first in range(0, len(alike), MATRICES):
+            some = alike[first : first + MATRICES]
+            wide.multiply(x, [one for one, _ in some], [one for _, one in some], FLOAT, _workspace(x.device))
+    for weight, out in left:
+        staging.widen(linear_block(x, weight), out, overflows=overflows)
+    return outs
+
+
+def swiglu_block(x: Tensor, gate: Weight, up: Weight, *, overflows: Tensor | None = None) -> Tensor:
+    """silu(x gate^T) * (x up^T) -> float16 [T, N], for any T, cut off at +-65504.
+
+    `overflows` int32 [T] gains what was cut off, of the products too where they pass through fp16. As `linear_block`.
+    """
+    for weight in (gate, up):
+        _check_input(x, weight)
+    if gate.shape != up.shape:
+        raise InputError(f"gate is {list(gate.shape)}, up is {list(up.shape)}: they must agree.")
+    _check_device(x, [gate, up])
+    if gate.encoding == up.encoding and _takes_wide(x, gate):
+        out = torch.empty(x.shape[0], gate.shape[0], dtype=torch.float16, device=x.device)
+        wide.multiply(x, [gate, up], [out], SWIGLU, _workspace(x.device), overflows)
+        return out
+    opened, raised = linear_block(x, gate), linear_block(x, up)
+    return staging.silu_product(opened, raised, opened, overflows=overflows)
 
 
 def linear_block_reference(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
     """What `linear_block` computes but for the rounding of the weights, in float32 on any device."""
     out = _checked_output(x, weight, out)
     return out.copy_((x.float() @ weight.values().t()) * weight.scale)
+
+
+def linear_blocks_reference(
+    x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor], *, overflows: Tensor | None = None
+) -> Sequence[Tensor]:
+    """What `linear_blocks` computes where sums of many tokens pass through fp16, on any device."""
+    if x.shape[0] <= MAX_TOKENS:
+        linears_reference(x, weights, outs)
+        return outs
+    for weight, out in zip(weights, outs, strict=True):
+        staging.widen_reference(linear_block_reference(x, weight), out, overflows=overflows)
+    return outs
+
+
+def swiglu_block_reference(x: Tensor, gate: Weight, up: Weight, *, overflows: Tensor | None = None) -> Tensor:
+    """What `swiglu_block` computes where products pass through fp16, on any device."""
+    opened, raised = linear_block_reference(x, gate), linear_block_reference(x, up)
+    return staging.silu_product_reference(opened, raised, opened, overflows=overflows)
+
+
+def _takes_wide(x: Tensor, weight: Weight) -> bool:
+    chosen = choice(x.device.index)
+    wanted = x.shape[0] > MAX_TOKENS and chosen.wide_from <= x.shape[0] <= chosen.wide_up_to
+    return wanted and wide.widest_on(weight.encoding, x.device) > 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bands of one matrix that are dequantised at a time, and the columns of its output."""
+
+    weight: Weight
+    first: int
+    bands: int
+    out: Tensor
+
+
+def _pieces(weights: Sequence[Weight], outs: Sequence[Tensor], elements: int) -> Iterator[_Piece]:
+    """Of at most `elements` plain values each, those of a matrix about equal; a band at least."""
+    for weight, out in zip(weights, outs, strict=True):
+        rows, columns = weight.shape
+        bands = weight.words.shape[0]
+        count = -(-bands // max(1, elements // (BAND * columns)))
+        for number in range(count):
+            first, end = number * bands // count, (number + 1) * bands // count
+            yield _Piece(weight, first, end - first, out[:, first * BAND : min(end * BAND, rows)])
+
+
+def _multiply_plain(x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+    """By dequantised pieces and the vendor's product, one after the other or side by side."""
+    whole = SCRATCH_BYTES // 2
+    scratch = _scratch(x.device, max(whole, 2 * BAND * x.shape[1]))
+    if not choice(x.device.index).overlap_dequantising:
+        for piece in _pieces(weights, outs, whole):
+            _product(x, piece, _plain(piece, scratch))
+        return
+    # Two halves in turn: while one is multiplied, the other is filled on a stream of its own.
+    halves = scratch.chunk(2)
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    side.wait_stream(main)  # who used the scratch before
+    multiplied: list[torch.cuda.Event] = []
+    for number, piece in enumerate(_pieces(weights, outs, whole // 2)):
+        half_factors(piece.weight)  # may synchronise
+        with torch.cuda.stream(side):
+            if number >= 2:
+                side.wait_event(multiplied[number - 2])
+            plain = _plain(piece, halves[number % 2])
+            filled = side.record_event()
+        main.wait_event(filled)
+        _product(x, piece, plain)
+        multiplied.append(main.record_event())
+
+
+def _plain(piece: _Piece, scratch: Tensor) -> Tensor:
+    """The piece in fp16, [32 * bands, K]."""
+    columns = piece.weight.shape[1]
+    plain = scratch[: piece.bands * BAND * columns].view(-1, columns)
+    dequantise(piece.weight, plain, piece.first, half_factors(piece.weight)[0])
+    return plain
+
+
+def _product(x: Tensor, piece: _Piece, plain: Tensor) -> None:
+    out, back = piece.out, half_factors(piece.weight)[1]
+    torch.addmm(out, x, plain[: out.shape[1]].t(), beta=0, alpha=back, out=out)
 
 
 def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> None:
@@ -113,12 +242,33 @@ def _scratch(device: torch.device, elements: int) -> Tensor:
     return torch.empty(elements, dtype=torch.float16, device=device)
 
 
+def _workspace(device: torch.device) -> Tensor:
+    """The scratch buffer as float32."""
+    return _scratch(device, SCRATCH_BYTES // 2).view(torch.float32)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _check_device(x: Tensor, weights: Sequence[Weight]) -> None:
+    if x.device.type != "cuda":
+        raise InputError(f"x is on {x.device}: this kernel runs on a CUDA device; the reference runs on any.")
+    check_addresses(x, weights)
+
+
 def _checked_output(x: Tensor, weight: Weight, out: Tensor | None) -> Tensor:
-    rows, columns = weight.shape
-    if x.dim() != 2 or x.shape[0] < 1:
-        raise InputError(f"x is {list(x.shape)}: expected [T, {columns}].")
-    check("x", x, torch.float16, (x.shape[0], columns), weight.words.device)
+    rows = weight.shape[0]
+    _check_input(x, weight)
     if out is None:
         return torch.empty(x.shape[0], rows, dtype=torch.float16, device=x.device)
     check("out", out, torch.float16, (x.shape[0], rows), x.device)
     return out
+
+
+def _check_input(x: Tensor, weight: Weight) -> None:
+    columns = weight.shape[1]
+    if x.dim() != 2 or x.shape[0] < 1:
+        raise InputError(f"x is {list(x.shape)}: expected [T, {columns}].")
+    check("x", x, torch.float16, (x.shape[0], columns), weight.words.device)

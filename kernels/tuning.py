@@ -1,4 +1,5 @@
-"""Choices that change speed and no bits: a card's own, those of the decode linear from `duovolt kernels tune`.
+"""Choices of a card's own, those of the linears from `duovolt kernels tune`. They change speed and no bits, but for those that
+choose among ways for many tokens.
 
 They stand in `tuning.json` beside the compiled kernels, by the name of the card; without them the defaults hold.
 """
@@ -38,10 +39,13 @@ _WARPS = 8
 _OLDEST_RING = 80  # the first architecture with rings and half bands
 MOST_STAGES = 8
 MOST_BLOCKS = 16
+WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weights, these three
+WIDE_UP_TO = 256  # docs/kernels/linear.md, "More tokens", has the reckoning
+MOST_WIDE = 4096
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the decode linear, the delta rule and exchanges run on one card.
+    """How linears, the delta rule and exchanges run on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band;
     `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that share all items of a
@@ -50,6 +54,10 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what the rest costs, with wrong results.
     `delta`: the form of the decoding delta rule; `early`: what lets the next launch of a round begin before it has ended
     (docs/kernels.md).
+
+    `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
+    24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
+    their own while the vendor's product works on the piece before.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -60,6 +68,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mixed_stages: int = MIXED_STAGES
     delta: Literal["together", "apart"] = "together"
     early: frozenset[Literal["delta", "exchange"]] = frozenset()
+    wide_from: int = WIDE_FROM
+    wide_up_to: int = WIDE_UP_TO
+    overlap_dequantising: bool = False
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
@@ -69,6 +80,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}, half_stages for {', '.join(HALF_STAGES)}; "
                 f"blocks_a_sm up to {MOST_BLOCKS}"
             )
+        if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
+            raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
 
     @property
     def defines(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from ..runtime.parallel.timing import (
 )
 from ..runtime.parallel.trial import try_collective
 from ..runtime.parallel.twins import Heard, Twin, be_twin, run_twins
+from .machine import facts_of
 
 WAYS = ("ipc", "host", "nccl")
 HIDDEN = 5120
@@ -109,7 +110,7 @@ def work(twin: Twin) -> None:
     device = torch.device("cuda", int(twin.device))
     torch.cuda.set_device(device)
     meet = partial(exchange_bytes, twin.mailbox, b"")
-    twin.say(facts={"card": torch.cuda.get_device_name(device), "torch": torch.__version__})
+    twin.say(facts=facts_of(device))
     for way in twin.arguments:
         try:
             collective = _open(way, twin, device)

@@ -19,6 +19,7 @@ from ..kernels.peer import PinnedBlock
 from ..runtime.parallel.links import GATHER_WORDS, MailboxDevice
 from ..runtime.parallel.shared import SharedFile
 from .collective import BUDGET_SECONDS, CANDIDATES, COLUMNS, HIDDEN, LARGE, TOKENS, Report, Row, sum_name
+from .machine import facts_of
 
 WAYS = ("card", "host")
 IN_A_GRAPH = 100
@@ -42,7 +43,7 @@ def measure() -> Report:
                 end.check()
         if isinstance(memory, PinnedBlock):
             memory.close()
-    facts = {"card": torch.cuda.get_device_name(device), "torch": torch.__version__, "sides": "both on one card"}
+    facts = facts_of(device) | {"sides": "both on one card"}
     return Report([Row(message, row) for message, row in rows.items()], facts, {})
 
 

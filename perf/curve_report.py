@@ -114,6 +114,7 @@ def draw(curve: Curve, path: Path) -> None:
         )
     _name_ends(axes, mains)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel("MB a kernel (cold, captured graph)")
     axes.set_ylabel("GB/s, launch included")
     axes.set_title(f"{curve.machine.card}, memory {curve.machine.memory_mhz} MHz, driver {curve.machine.driver}")

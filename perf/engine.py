@@ -33,7 +33,7 @@ CURVE_BYTES = tuple(int((1 << 18) * 2 ** (half / 2)) & ~15 for half in range(24)
 FAMILIES = (  # kernel family -> what its kernels' names hold; the first that fits
     ("attention", re.compile(r"attention|gather_(int8|fp16)|flash|fmha", re.I)),
     ("delta", re.compile(r"delta", re.I)),
-    ("linear", re.compile(r"linear|swiglu|dequantise|gemm|cutlass|xmma|nvjet|splitK", re.I)),
+    ("linear", re.compile(r"linear|wide_|swiglu|dequantise|gemm|cutlass|xmma|nvjet|splitK", re.I)),
     ("collective", re.compile(r"mailbox|reduce_push|nccl", re.I)),
     ("sampling", re.compile(r"sampling|judge|draw|adjust|cut|mass|decide|speculat", re.I)),
     ("small", re.compile(r"norm|rope|embed|round|widen|silu|scatter|logprob|gate", re.I)),

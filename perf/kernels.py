@@ -5,10 +5,11 @@ floor is a kernel that only reads as many bytes, measured in the same way at the
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,12 +17,13 @@ from ..checkpoint.errors import EnvironmentFault
 from ..kernels.linear import linears, prepare, swiglu
 from ..kernels.module import PORTABLE, arches_for, forced_arch, load, overlapping
 from ..kernels.prefill import linear_block
-from ..kernels.tuning import multiprocessors
+from ..kernels.tuning import MOST_WIDE, Choice, choice, multiprocessors, using
 from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 POOL_BYTES = 2 << 30
 MOST_COPIES = 64
 REPLAYS = 15
+PREFILL_COPIES = 8
 READ_THREADS = 512
 READ_BLOCKS_A_SM = (1, 2, 4)
 
@@ -177,14 +179,32 @@ def _cublas(case: Case, tokens: int, device: torch.device, pool: int) -> float:
     return time_graph([partial(torch.mm, x, part.t(), out=out) for part in plain])
 
 
+# Ways of a linear of many tokens: this card's own, the decode linear and dequantised weights only, the wide linear at every T,
+# and dequantising beside the vendor's product.
+ROUTES = ("chosen", "narrow", "wide", "beside")
+
+
+def route_choice(route: str, device: torch.device) -> Choice:
+    """The card's choice, but for the way that is asked for."""
+    own = choice(device.index)
+    narrow = msgspec.structs.replace(own, wide_up_to=0, overlap_dequantising=False)
+    return {
+        "chosen": own,
+        "narrow": narrow,
+        "wide": msgspec.structs.replace(own, wide_from=1, wide_up_to=MOST_WIDE),
+        "beside": msgspec.structs.replace(narrow, overlap_dequantising=True),
+    }[route]
+
+
 @dataclass(frozen=True)
 class PrefillRow:
-    """`linear_block` against cuBLAS on plain fp16 weights, seconds."""
+    """`linear_block` by one way against cuBLAS on plain fp16 weights, seconds, weights cold."""
 
     encoding: str
     rows: int
     columns: int
     tokens: int
+    route: str
     seconds: float
     cublas: float
 
@@ -194,20 +214,23 @@ class PrefillRow:
         return self.cublas / self.seconds
 
 
-def measure_prefill(tokens: Sequence[int], device: torch.device) -> list[PrefillRow]:
-    """Each prefill shape at each T."""
-    found = []
+def measure_prefill(
+    tokens: Sequence[int], device: torch.device, routes: Sequence[str] = ROUTES[:1]
+) -> Iterator[PrefillRow]:
+    """Each prefill shape at each T by each way; copies of the weights are taken in turn, so that none is in a cache."""
     for encoding, rows, columns in PREFILL:
-        weight = random_weight(encoding, rows, columns, device)
-        plain = torch.randn(rows, columns, device=device).half()
+        weights = [random_weight(encoding, rows, columns, device) for _ in range(PREFILL_COPIES)]
+        plain = torch.randn(PREFILL_COPIES, rows, columns, device=device, dtype=torch.float16)
         for count in tokens:
             x = torch.randn(count, columns, device=device).half()
             out = torch.empty(count, rows, dtype=torch.float16, device=device)
-            linear_block(x, weight, out)  # sizes the scratch before the graph
-            ours = time_graph([partial(linear_block, x, weight, out)] * 8)
-            theirs = time_graph([partial(torch.mm, x, plain.t(), out=out)] * 8)
-            found.append(PrefillRow(encoding, rows, columns, count, ours, theirs))
-    return found
+            theirs = time_graph([partial(torch.mm, x, part.t(), out=out) for part in plain])
+            for route in routes:
+                with using(route_choice(route, device)):
+                    for weight in weights:  # factors are found and the scratch is sized before the graph
+                        linear_block(x, weight, out)
+                    ours = time_graph([partial(linear_block, x, weight, out) for weight in weights])
+                yield PrefillRow(encoding, rows, columns, count, route, ours, theirs)
 
 
 def the_device() -> torch.device:

@@ -39,8 +39,4 @@ def sections(files: Sequence[LaunchTimes]) -> str:
 
 
 def _sources(files: Iterable[LaunchTimes]) -> str:
-    return "; ".join(
-        f"{', '.join(file.models)} on {file.machine.card}, memory at {file.machine.memory_mhz} MHz, driver "
-        f"{file.machine.driver}, torch {file.machine.torch}, {file.machine.date}"
-        for file in files
-    )
+    return "; ".join(f"{', '.join(file.models)} on {file.machine.named}" for file in files)

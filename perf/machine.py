@@ -36,6 +36,13 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bandwidth on paper in GB/s: two transfers a clock over the whole bus, 0 where the driver does not tell."""
         return 2 * self.memory_mhz * 1e6 * self.bus_bits / 8 / 1e9
 
+    @property
+    def named(self) -> str:
+        """What a table says that it is of."""
+        clock = f", memory at {self.memory_mhz} MHz" if self.memory_mhz else ""
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.card}{clock}{driver}, torch {self.torch}, duovolt {self.duovolt}, {self.date}"
+
 
 def read_machine(device: torch.device) -> Machine:
     """Facts of a CUDA device. Raises EnvironmentFault if the driver's bindings are missing."""
@@ -56,6 +63,13 @@ def read_machine(device: torch.device) -> Machine:
         duovolt=__version__,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
     )
+
+
+def facts_of(device: torch.device) -> dict[str, str]:
+    """What a table of exchanges says of a card, as words. Raises as `read_machine`."""
+    machine = read_machine(device)
+    clock = f", memory at {machine.memory_mhz} MHz" if machine.memory_mhz else ""
+    return {"card": machine.card + clock, "driver": str(machine.driver), "torch": machine.torch}
 
 
 def machine_of(device: torch.device) -> Machine:

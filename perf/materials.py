@@ -8,6 +8,7 @@ real text is. With the vocabulary of the family's older models, of 151,643 entri
 import random
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 
 def _words(text: str) -> list[str]:
@@ -120,6 +121,11 @@ def blocks(material: str, seed: int = 0) -> Iterator[str]:
     while True:
         number += 1
         yield make(pick, number)
+
+
+def published(material: str) -> str:
+    """As many blocks as published figures are of."""
+    return "".join(islice(blocks(material), PUBLISHED[material][0]))
 
 
 def text_of(material: str, characters: int, seed: int = 0) -> str:

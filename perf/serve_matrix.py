@@ -5,7 +5,7 @@ prompt of the cell's latest cold answer. Lanes ask at once, each with a prompt o
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -195,8 +195,23 @@ class Matrix:
         return max(1, count)
 
 
-def open_run(path: Path | None, server: Server, settings: Settings, machine: dict[str, str]) -> tuple[Record, Journal]:
-    """A new run, or the one that `path` holds. Raises InputError if that one has other settings or another model."""
+def count_materials(endpoint: Endpoint, names: Iterable[str]) -> dict[str, int]:
+    """Tokens of each material in its published length, by the server's `/tokenize`; those that it does not count are left out."""
+    counts = {name: endpoint.count_tokens(materials.published(name)) for name in names}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def open_run(
+    path: Path | None,
+    server: Server,
+    settings: Settings,
+    machine: dict[str, str],
+    counted: Callable[[], dict[str, int]] = dict,
+) -> tuple[Record, Journal]:
+    """A new run, or the one that `path` holds. Raises InputError if that one has other settings or another model.
+
+    `counted`: tokens of the materials, asked for a new run.
+    """
     if path is not None and path.exists() and path.stat().st_size:
         record = read_record(path)
         if record.head.settings != settings:
@@ -207,5 +222,5 @@ def open_run(path: Path | None, server: Server, settings: Settings, machine: dic
         return record, Journal(path, record.head, True)
     if path is not None and not path.parent.is_dir():
         raise EnvironmentFault(f"--out {path}: there is no directory {path.parent}.")
-    record = Record(Head.new(server.model, settings, server.facts, server.machine | machine), [])
+    record = Record(Head.new(server.model, settings, server.facts, server.machine | machine, counted()), [])
     return record, Journal(path, record.head, False)

@@ -30,7 +30,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The first line. `run` marks this run's prompts; `server` and `machine`: what was told of them, as words."""
+    """The first line. `run` marks this run's prompts; `server` and `machine`: what was told of them, as words.
+
+    `materials`: tokens of as many blocks as published figures are of, by the server's count; empty if it does not tell.
+    """
 
     run: str
     date: str
@@ -40,11 +43,18 @@ class Head(msgspec.Struct, frozen=True):
     server: dict[str, str]
     machine: dict[str, str]
     format: str = FORMAT
+    materials: dict[str, int] = {}
 
     @staticmethod
-    def new(model: str, settings: Settings, server: dict[str, str], machine: dict[str, str]) -> "Head":
+    def new(
+        model: str,
+        settings: Settings,
+        server: dict[str, str],
+        machine: dict[str, str],
+        materials: dict[str, int] | None = None,
+    ) -> "Head":
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return Head(secrets.token_hex(4), now, __version__, model, settings, server, machine)
+        return Head(secrets.token_hex(4), now, __version__, model, settings, server, machine, materials=materials or {})
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.errors import EnvironmentFault, InputError
+from .materials import PUBLISHED
 from .serve_record import Answer, Head, Record
 
 Cell = tuple[int, str, int]
@@ -95,10 +96,21 @@ def named(head: Head) -> str:
     return f"{head.model}; " + "; ".join([", ".join(part) for part in (identity, choices, machine) if part] + [asked])
 
 
+def _lengths(head: Head) -> list[str]:
+    """How long the materials are here, whose blocks were sized with another vocabulary."""
+    told = [
+        f"{PUBLISHED[name][0]:,} blocks of {name} are {count:,} tokens here (published: {PUBLISHED[name][1]:,})"
+        for name, count in head.materials.items()
+        if name in PUBLISHED
+    ]
+    return ["; ".join(told)] if told else []
+
+
 def table(record: Record) -> str:
     """Markdown: what it is of, then a row a cell."""
     lines = [
         f"{named(record.head)}; {record.head.date[:10]}, duovolt {record.head.version}",
+        *_lengths(record.head),
         "",
         "| context | material | lanes | prompt | first token, cold, s | cached, s | tok/s a lane | acceptance | ms a round |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -194,6 +206,7 @@ def plot(record: Record, folder: Path) -> list[Path]:
         axes.set_xscale("log", base=2)
         if log:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:,g}")
         else:
             axes.set_ylim(bottom=0)
         ticks = sorted({round(row.prompt_tokens) for row in rows})

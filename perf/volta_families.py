@@ -15,6 +15,8 @@ from ..kernels.build import build, sources
 from ..kernels.delta_chunks import CHUNK, PREPARE_BYTES, scan_shared_bytes
 from ..kernels.kvcache import DIM, PAGE
 from ..kernels.prefill_attention import ROWS, own_shared_bytes
+from ..kernels.wide import THREADS, WIDTHS
+from ..kernels.wide import shared_bytes as wide_shared_bytes
 from .volta_report import (
     ARCH,
     BANDWIDTH,
@@ -70,6 +72,19 @@ def _prefill(int8: bool) -> Unit:
     return Unit(256, PRODUCTS, 0, flops=4 * used * PAGE * DIM, shared=own_shared_bytes(int8))
 
 
+def _wide() -> dict[str, Unit]:
+    """A step of all warps: 64 columns of 64 rows each, for the tokens of a block; the next step is on its way."""
+    found = {}
+    for encoding, widths in WIDTHS.items():
+        nbytes = THREADS // 32 * 2 * TURN_BYTES[encoding]
+        for width in widths:
+            flops = THREADS // 32 * 2 * 64 * 64 * width
+            found[f"wide_{encoding}_{width}"] = Unit(
+                THREADS, PRODUCTS, nbytes, flops, shared=wide_shared_bytes(encoding, width, ARCH), flight=nbytes
+            )
+    return found
+
+
 UNITS: Mapping[str, Mapping[str, Unit]] = {
     "attention.cu": _attention(),
     "attention_prefill.cu": {
@@ -81,6 +96,7 @@ UNITS: Mapping[str, Mapping[str, Unit]] = {
         "chunks_prepare": Unit(256, WHOLE, CHUNK * (7 * HEAD * 2 + 2 * HEAD * 2 + CHUNK * 2), shared=PREPARE_BYTES),
         "chunks_scan": Unit(256, PRODUCTS, CHUNK * (3 * HEAD + CHUNK) * 2, shared=scan_shared_bytes(70)),
     },
+    "linear_wide.cu": _wide(),
     "norm.cu": {
         "rms_norm": Unit(320, WHOLE, 14 * HIDDEN, flight=8 * HIDDEN),
         "gated_rms_norm": Unit(128, WHOLE, 4 * 10 * HEAD, flight=4 * 8 * HEAD),

@@ -8,8 +8,8 @@ _NAMED = 12  # questions listed by name
 
 
 def table(result: Result) -> str:
-    """Text scores, then a row a kind of question, then what failed and why."""
-    lines = []
+    """What it is of, text scores, then a row a kind of question, then what failed and why."""
+    lines = [_of(result)]
     if (text := result.text) is not None:
         lines.append(
             f"text: perplexity {text.perplexity:.3f} over {text.tokens:,} tokens, {text.bits_per_byte:.3f} bits a byte "
@@ -30,6 +30,17 @@ def table(result: Result) -> str:
     if result.sandbox:
         lines.append(f"answers that are code ran in {result.sandbox}")
     return _printable(lines)
+
+
+def _of(result: Result) -> str:
+    """Model, conversion, recipe, cards and driver as far as the server told them."""
+    told = result.server
+    named = [f"conversion {told['conversion_id']}"] if "conversion_id" in told else []
+    named += [f"recipe {told['recipe']}"] if "recipe" in told else []
+    named += [f"{key} {word}" for key, word in told.items() if key in ("backend", "kv", "driver") or key[:5] == "card "]
+    return "; ".join(
+        [result.model, ", ".join(named) or "nothing told of itself", f"{result.date[:10]}, duovolt {result.version}"]
+    )
 
 
 def verdict(paired: Paired) -> str:

@@ -34,6 +34,8 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"ablate": "everything"}}',
         '{"card": {"ablate": "loads"}}',  # for measuring only: what it computes is wrong
         '{"card": {"blocks_a_sm": 99}}',
+        '{"card": {"wide_up_to": 5000}}',
+        '{"card": {"wide_from": 0}}',
         '{"card": {"unknown": 1}}',
         '{"card": {"delta": "twice"}}',
         '{"card": {"early": ["norm"]}}',

@@ -16,7 +16,7 @@ from duovolt.checkpoint.errors import CheckFailed, EnvironmentFault, InputError
 from duovolt.cli.main import main
 from duovolt.perf import materials
 from duovolt.perf.scripted_server import ScriptedServer, scripted_server
-from duovolt.perf.serve_matrix import Matrix, ask_server, open_run, steps_of
+from duovolt.perf.serve_matrix import Matrix, ask_server, count_materials, open_run, steps_of
 from duovolt.perf.serve_record import Answer, Head, Record, Settings, read_record
 from duovolt.perf.serve_report import comparison, plot, rows_of, table
 from duovolt.perf.serve_stream import Endpoint
@@ -244,6 +244,19 @@ def a_record(*answers: Answer, **server: str) -> Record:
     return Record(
         Head.new("a-model", settings(), {"conversion_id": "abc", "recipe": "v100"} | server, {}), list(answers)
     )
+
+
+def test_materials_are_counted_in_their_published_lengths(ours: ScriptedServer, other: str, tmp_path: Path) -> None:
+    """By the server's own tokenizer, for a new run; one that does not count leaves it out."""
+    endpoint = Endpoint(url_of(ours), None, 20)
+    counts = count_materials(endpoint, ["code"])
+    assert counts["code"] == endpoint.count_tokens("".join(islice(materials.blocks("code"), 722))) > 100_000
+    assert count_materials(Endpoint(other, None, 20), ["code", "chinese"]) == {}
+    out, server = tmp_path / "run.jsonl", ask_server(endpoint, None)
+    open_run(out, server, settings(), {}, lambda: counts)[1].close()
+    record = open_run(out, server, settings(), {}, lambda: pytest.fail("asked again"))[0]
+    assert f"722 blocks of code are {counts['code']:,} tokens here (published: 186,000)" in table(record)
+    assert "blocks" not in table(a_record(answer(64, "cold", 0, 60.0)))
 
 
 def test_rows_hold_mean_and_range() -> None:

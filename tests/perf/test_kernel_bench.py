@@ -41,6 +41,7 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
     layers = [Measurement(f"delta rule and neighbours, {how}", 1, [int]) for how in ("in turn", "overlapping")]
     monkeypatch.setattr(kernels_tune, "neighbours", lambda device: iter(layers))
+    monkeypatch.setattr("duovolt.perf.prompts_tune.for_prompts", lambda chosen, device, tell: chosen)
     monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
 
 
@@ -58,7 +59,8 @@ def choice_now() -> Choice:
 def test_bench_prints_a_line_a_case_and_what_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "time_graph", ticking)
     assert main(["bench", "kernels", "--tokens", "1", "3", "--ablate", "--only", "gate up", "delta in"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    machine, *lines = capsys.readouterr().out.splitlines()
+    assert "torch" in machine and "duovolt" in machine
     assert len(lines) == 2 * (2 * 2 + 2 * 2)
     assert "gate up" in lines[-1] and "no loads" in lines[-1] and "share 1.00" in lines[-1]
     assert "sm_90" in lines[0] and "T 1" in lines[0] and "20.00 us" in lines[0] and "share 0.50" in lines[0]
@@ -120,7 +122,7 @@ def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "time_graph", ticking)
     command = ["bench", "kernels", "--tokens", "1", "--only", "down", "--overlap", "--rows", "32", "16", "auto"]
     assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()[1:]  # the first names the card
     assert [line.split()[1] for line in lines] == ["sm_90", "compute_70", "sm_90", "sm_90"]
     assert "32 rows" in lines[0] and "18.00 us" in lines[0]
     assert "16 rows" in lines[2] and "13.50 us" in lines[2] and "auto rows" in lines[3] and "9.00 us" in lines[3]

@@ -16,7 +16,7 @@ from duovolt.kernels import norm
 from duovolt.perf import launch_measure, launch_pair
 from duovolt.perf.cards import load_card
 from duovolt.perf.device_timing import Timing
-from duovolt.perf.launch_file import Chain, LaunchTime, LaunchTimes, at_bytes, coverage, read_launch_times
+from duovolt.perf.launch_file import Chain, Edge, LaunchTime, LaunchTimes, at_bytes, coverage, read_launch_times
 from duovolt.perf.launch_measure import Costs, Found, Subject, Wanted, layers_of, lone, measure_subject, shortened
 from duovolt.perf.ledger import Shape, ledger_of
 from duovolt.perf.machine import Machine
@@ -148,6 +148,7 @@ def test_every_call_is_timed_once_and_the_layers_in_a_row(monkeypatch: pytest.Mo
 def test_the_slower_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks in two threads, on a link without a device."""
     shared, closed = SharedFile.create(region_bytes()), []
+    saved: list[dict[str, float]] = []
 
     class Link(Halves):
         def close(self) -> None:
@@ -159,6 +160,8 @@ def test_the_slower_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         pair = launch_pair.Pair(Partner.first(shared.name), number, "ipc,peer", CPU)
         pair.together.exchange()
         found = pair.slower([LaunchTime(f"linear {place}", 0.0, one) for place, one in enumerate(seconds)])
+        edges = [Edge("linear", [f"norm {place}"], one) for place, one in enumerate(seconds) if one]
+        saved.append({edge.after[0]: edge.saved for edge in pair.lesser(edges)})
         pair.close()
         return found
 
@@ -167,6 +170,7 @@ def test_the_slower_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         results = [one.result() for one in both]
         assert results[0] == results[1] and [one.seconds for one in results[0]] == [2.0, 3.0, 0.0]  # 0: not measured
         assert len(closed) == 2
+        assert saved == [{"norm 0": 1.0, "norm 1": 2.0}] * 2  # what both have measured, on the rank where it is less
         both = [threads.submit(rank, number, [1.0] * (1 + number)) for number in (0, 1)]
         for one in both:
             with pytest.raises(CheckFailed, match="different launches"):
@@ -278,7 +282,7 @@ def test_times_between_and_beyond_measured_sizes() -> None:
     points = [(100.0, 2.0), (200.0, 3.0), (400.0, 4.0)]
     assert [at_bytes(points, nbytes) for nbytes in (100, 150, 300, 600)] == [2.0, 2.5, 3.5, 5.0]
     assert at_bytes([(0.0, 2.0)], 150) == 2.0  # of one size
-    assert at_bytes([(100.0, 2.0)], 100.5) == 2.0 and at_bytes([(100.0, 2.0)], 150) is None
+    assert at_bytes([(100.0, 2.0)], 104) == 2.0 and at_bytes([(100.0, 2.0)], 150) is None
 
 
 @pytest.mark.parametrize("content", [{}, {"format": "x"}, {"machine": 1, "models": [], "launches": []}, [1]])

@@ -19,7 +19,7 @@ from duovolt.checkpoint.errors import InputError
 from duovolt.cli.main import main
 from duovolt.perf import launch_measure
 from duovolt.perf.cards import Card, load_card
-from duovolt.perf.device_timing import Timing, time_queued
+from duovolt.perf.device_timing import Timing, Together, time_queued
 from duovolt.perf.launch_card import sections
 from duovolt.perf.launch_edges import Edges, Placed, windows
 from duovolt.perf.launch_file import Chain, Edge, LaunchTime, LaunchTimes, read_launch_times
@@ -30,6 +30,8 @@ from duovolt.perf.machine import Machine, machine_of
 from duovolt.perf.model_source import model_at, sheet_at
 from duovolt.perf.predict import Setting, forecast
 from duovolt.perf.savings import savings_of
+
+from .test_launches import Halves
 
 CPU = torch.device("cpu")
 US = 1e-6
@@ -180,15 +182,14 @@ def launch_of(key: str, kv: int) -> Any:
     return Named(key, key.partition(" ")[0], kv)
 
 
-@torch.inference_mode()
-def test_a_subject_is_measured_edge_by_edge_and_as_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's own calls on the simulated card: the round that it forecasts is the one that the card would take."""
-    torch.set_num_threads(1)
+def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are timed on the simulated card, with 20 us more to each as a whole."""
 
     def timed(launches: Any, device: Any, repeats: int = 0, together: Any = None, overlap: bool = False) -> Timing:
         works = []
         for one in launches:
             call, early = (one.call, one.early) if isinstance(one, Placed) else (one, overlap)
+            assert together is not None or not call.is_exchange  # an exchange takes both ranks
             work = work_of(call.key, call.nbytes)
             works.append((work, early))
             if call.op == "elementwise":  # torch's own two
@@ -196,9 +197,16 @@ def test_a_subject_is_measured_edge_by_edge_and_as_a_chain(monkeypatch: pytest.M
         return Timing((run(works) + 20 * US) / len(launches), 0.01)
 
     monkeypatch.setattr(launch_measure, "time_queued", timed)
+    monkeypatch.setattr(launch_measure, "TO_TRY", launch_measure.Amounts(1, 1, 60, 8))
+    torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+def test_a_subject_is_measured_edge_by_edge_and_as_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's own calls on the simulated card: the round that it forecasts is the one that the card would take."""
+    simulate(monkeypatch)
     model, found = model_at("tiny", 1, None), Found()
     subject = Subject(model, 0, lone(model), Wanted([100, 1500], 2), CPU)
-    monkeypatch.setattr(subject, "amounts", launch_measure.Amounts(1, 1, 60, 8))
     measure_subject(subject, found, Costs(20 * US), None, lambda one: None)
     (chain,) = found.chains
     assert chain.gap == pytest.approx(0, abs=0.05 * US)
@@ -214,6 +222,23 @@ def test_a_subject_is_measured_edge_by_edge_and_as_a_chain(monkeypatch: pytest.M
     keys = [(edge.key, *edge.after) for edge in found.edges]
     repeated = {key for key in keys if keys.count(key) > 1}
     assert repeated and all("attention_int8" in " ".join(key) for key in repeated)  # only what reads keys goes by depth
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("norming", [True, False])
+def test_exchanges_have_edges_too(monkeypatch: pytest.MonkeyPatch, norming: bool) -> None:
+    """Of two ranks, with sums that go on to a norm and with those that do not."""
+    simulate(monkeypatch)
+    model, found = model_at("tiny", 2, None), Found()
+    subject = Subject(model, 0, Halves(norming), Wanted([100], 1), CPU)
+    measure_subject(subject, found, Costs(20 * US), Together(lambda: None, lambda: None), lambda one: None)
+    card = load_card("h200").with_launches([LaunchTimes(MACHINE, [], found.launches, found.chains, edges=found.edges)])
+    assert any(edge.key.startswith("reduce_norm " if norming else "reduce ") for edge in found.edges)
+    ledger = ledger_of(sheet_at("tiny", 2, None), Shape(100, 1))
+    calls = [Call("x", one.key, one.kv, lambda: None, (), {}) for one in card.calls(ledger)]
+    truth = [run([(work_of(call.key, call.nbytes), overlap) for call in calls]) for overlap in (False, True)]
+    found_here = [forecast(ledger, card, Setting(link="measured", overlap=way)).seconds for way in (False, True)]
+    assert found_here == pytest.approx(truth, rel=0.02) and truth[1] < 0.95 * truth[0]
 
 
 def test_edges_of_a_busy_host_are_left_out() -> None:

@@ -12,6 +12,7 @@ from duovolt.perf.volta_report import Loop
 
 BASELINE = json.loads(Path(__file__).with_name("sm_70_families.json").read_text())
 PUBLISHED_PREFILL = 37.5  # TFLOP/s of a V100 attention kernel for prompts
+WIDE = 100  # TFLOP/s that a wide linear's instructions allow, of 125
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,8 @@ def test_code_is_no_longer_and_predicts_enough(found):
     for name, one in found.items():
         if name.startswith("attention_prefill"):
             assert one.tflops > PUBLISHED_PREFILL, name
+        elif name.startswith("wide_") and name != "wide_sum":
+            assert one.tflops > WIDE, name
         elif one.share is not None:
             assert one.share >= 0.6, name
 

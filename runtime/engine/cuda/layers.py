@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ....kernels import reference
 from ....kernels.kvcache import DIM, KVCache
-from ....kernels.linear import MAX_TOKENS
 from ....kernels.norm import LARGEST
 from ....kernels.ops import Ops
 from ....kernels.round_state import Pass
@@ -235,17 +234,15 @@ class ChunkLayers(Layers):
             self._summed = None
 
     def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
-        if self.tokens <= MAX_TOKENS:
-            self.ops.linears(x, weights, outs)
-            return
-        for weight, out in zip(weights, outs, strict=True):
-            self.ops.widen(self.ops.linear_block(x, weight), out, overflows=self.overflows)
+        self.ops.linear_blocks(x, weights, outs, overflows=self.overflows)
 
     def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
-        part, total = self.ops.linear_block(x, weight), torch.empty_like(residual)
+        total = torch.empty_like(residual)
         link, side = self.common.link, self.common.side
         if link.size == 1:
-            return self.ops.widen(part, total, overflows=self.overflows)
+            self.ops.linear_blocks(x, [weight], [total], overflows=self.overflows)
+            return total
+        part = self.ops.linear_block(x, weight)
         part.clamp_(-LARGEST, LARGEST)
         if side is None:
             link.reduce_large(part, total)
@@ -259,8 +256,7 @@ class ChunkLayers(Layers):
         return total
 
     def gated(self, layer: CudaLayer, x: Tensor) -> Tensor:
-        gate, up = self.ops.linear_block(x, layer.gate), self.ops.linear_block(x, layer.up)
-        return self.ops.silu_product(gate, up, gate, overflows=self.overflows)
+        return self.ops.swiglu_block(x, layer.gate, layer.up, overflows=self.overflows)
 
     def attend(self, query: Tensor, cache: KVCache, gate: Tensor) -> Tensor:
         table = self.state.lanes.tables[self._lane]

@@ -22,10 +22,12 @@ REPLACED = (
     "volta.cuh",
     "ampere.cuh",
     "warp_product.cuh",
+    "shared.cuh",
     "bulk.cuh",
 )  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
+KERNEL_HEADER = re.compile(r'^#include "(chunks_\w+\.cuh)"$', re.M)  # kernels of one source, a file each
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
 KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  # written out, or made by a macro
 
@@ -155,7 +157,9 @@ def compiled(source: str, arch: str, folder: Path) -> Emulated:
     shutil.copy(LINK, folder / "link.cuh")
     text = (CSRC / source).read_text(encoding="utf-8")
     (folder / source).write_text(text, encoding="utf-8")
-    names = [first or second for first, second in KERNEL.findall(BOUNDS.sub("", text)) if first != "name"]
+    parts = [text, *((CSRC / name).read_text(encoding="utf-8") for name in KERNEL_HEADER.findall(text))]
+    found = [pair for part in parts for pair in KERNEL.findall(BOUNDS.sub("", part))]
+    names = [first or second for first, second in found if first != "name"]
     doors = "".join(
         f'extern "C" int emulate_{name}(const int *g, int t, const uint64_t *a, int n, const Range *r, int m)'
         f" {{ return emulate({name}, g, t, a, n, r, m); }}\n"
@@ -220,6 +224,12 @@ def device(request, emulated, monkeypatch) -> Iterator[torch.device]:
 @pytest.fixture(params=["volta", "hopper", *ON_GPU])
 def overlapping_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
     """As `device`, for kernels that go another way where launches overlap."""
+    yield from place(request.param, emulated, monkeypatch)
+
+
+@pytest.fixture(params=["volta", "ampere", "hopper", *ON_GPU])
+def every_device(request, emulated, monkeypatch) -> Iterator[torch.device]:
+    """As `device`, for kernels that also decode by architecture."""
     yield from place(request.param, emulated, monkeypatch)
 
 

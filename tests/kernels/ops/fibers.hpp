@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the host: a fiber a CUDA thread, one block after another, all in one thread of the system.
 // Every access to global memory is checked against the buffers of the call. Tensor-core products follow the fragment
-// tables of the PTX ISA. Stands in for half.cuh, volta.cuh, ampere.cuh and warp_product.cuh.
+// tables of the PTX ISA. Stands in for half.cuh, volta.cuh, ampere.cuh, warp_product.cuh and shared.cuh.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -22,6 +22,7 @@ using std::min;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
@@ -217,6 +218,17 @@ template <class F> unsigned by_halves(unsigned a, unsigned b, F f) {
 inline unsigned subtract_pairs(unsigned a, unsigned b) { return by_halves(a, b, [](float x, float y) { return x - y; }); }
 inline unsigned multiply_pairs(unsigned a, unsigned b) { return by_halves(a, b, [](float x, float y) { return x * y; }); }
 
+inline unsigned permute(unsigned a, unsigned b, unsigned selector) { return __byte_perm(a, b, selector); }
+inline unsigned chosen(unsigned mask, unsigned a, unsigned b) { return (a & mask) | (b & ~mask); }
+inline unsigned both_lower(unsigned pair) { return (pair & 0xFFFF) * 0x10001u; }
+inline unsigned both_upper(unsigned pair) { return (pair >> 16) * 0x10001u; }
+inline unsigned e4m3_half(unsigned byte) { // not a NaN code
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+    return half_bits(byte & 0x80 ? -size : size);
+}
+inline unsigned e4m3_pair(unsigned short bytes) { return e4m3_half(bytes & 0xFF) | e4m3_half(bytes >> 8) << 16; }
+
 struct Fragment { unsigned a[4], b[2]; };
 inline float element(const unsigned *pairs, int index) { return half_value(pairs[index / 2] >> 16 * (index % 2) & 0xFFFF); }
 
@@ -308,14 +320,17 @@ using SharedAddress = unsigned char *;
 struct Copy { SharedAddress to; uint4 piece; };
 static std::vector<std::vector<Copy>> copies[kMaxThreads]; // groups of each thread; the last one is open
 inline SharedAddress shared_address(void *p) { return static_cast<SharedAddress>(p); }
+inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<const uint4 *>(address); }
+inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<const unsigned short *>(address); }
 inline void copy_async(SharedAddress to, const unsigned char *from) {
     auto &groups = copies[threadIdx.x];
     if (groups.empty()) {
         groups.emplace_back();
     }
     std::memset(to, 0xFF, 16);
-    groups.back().push_back({to, read(reinterpret_cast<const uint4 *>(from))});
+    groups.back().push_back({to, from ? read(reinterpret_cast<const uint4 *>(from)) : uint4{}});
 }
+inline void zero_async(SharedAddress to, const unsigned char *) { copy_async(to, nullptr); }
 inline void commit_copies() {
     auto &groups = copies[threadIdx.x];
     groups.resize(std::max<size_t>(groups.size(), 1));

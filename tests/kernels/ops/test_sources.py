@@ -19,6 +19,7 @@ SOURCES = (
     "delta_apart",
     "delta_chunks",
     "kvcache",
+    "linear_wide",
     "logprobs",
     "norm",
     "rope",

@@ -140,6 +140,17 @@ def test_the_sign_test_and_the_pairs() -> None:
     assert "\x1b" not in table(
         Result("", "", "m", {}, {}, graded=[Outcome("\x1b[2J", "choice", "1", False, "\x1b", 0)])
     )
+    told = {
+        "conversion_id": "abc",
+        "recipe": "v100",
+        "lanes": "1",
+        "card 0": "V100, memory at 877 MHz",
+        "driver": "580",
+    }
+    assert table(Result("2026-01-02T03", "0.1", "m", told, {})) == (
+        "m; conversion abc, recipe v100, card 0 V100, memory at 877 MHz, driver 580; 2026-01-02, duovolt 0.1"
+    )
+    assert table(Result("2026-01-02T03", "0.1", "m", {}, {})).startswith("m; nothing told of itself;")
     changed = Outcome("a", "choice", "2", False, "", 0)  # the same id, another question
     assert pair([one], [changed]).lost == [] and pair([one], [one]).both == 1
 

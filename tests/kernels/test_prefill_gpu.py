@@ -1,0 +1,135 @@
+"""Linears of many tokens on a GPU, by every way, against a float64 oracle; both builds."""
+
+import numpy as np
+import pytest
+import torch
+
+from duovolt.checkpoint.errors import InputError
+from duovolt.kernels import prefill
+from duovolt.kernels.linear import linear
+from duovolt.kernels.prefill import linear_block, linear_blocks, swiglu_block
+from duovolt.kernels.tuning import Choice, using
+
+from .test_linear_gpu import ENCODINGS, activations, arch, bits, matrix, on_gpu  # noqa: F401  (arch: every test is run with it)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+TOKENS = (24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 96, 97, 128, 129, 200, 256, 300)
+SHAPES = (
+    (352, 560),
+    (5120, 3072),
+    (4128, 1024),
+)  # uneven ends; real; whole tiles for no card, and a last one that is short
+WAYS = {
+    "wide": Choice(wide_from=1, wide_up_to=4096),
+    "narrow": Choice(wide_up_to=0),
+    "beside": Choice(wide_up_to=0, overlap_dequantising=True),
+}
+HALF_ERROR, SUM_ERROR = 1e-3, 2e-5  # relative L2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_way_against_float64(encode, encoding, shape):
+    rng = np.random.default_rng(shape[0])
+    sample = encode(encoding, matrix("normal", (shape[0] - (13 if encoding == "half" else 0), shape[1]), rng))
+    weight, exact = on_gpu(sample.weight), torch.from_numpy(sample.exact).cuda()
+    x = activations("normal", shape[1], rng, max(TOKENS))
+    expected = x.double() @ exact.t()
+    for tokens in TOKENS:
+        for way, chosen in WAYS.items():
+            with using(chosen):
+                guarded = torch.full((tokens + 2, exact.shape[0]), -7.0, dtype=torch.float16, device="cuda")
+                got = linear_block(x[:tokens], weight, guarded[1:-1])
+                again = linear_block(x[:tokens], weight)
+            assert (guarded[0] == -7).all() and (guarded[-1] == -7).all(), (way, tokens)
+            error = float((got.double() - expected[:tokens]).norm() / expected[:tokens].norm())
+            assert error <= HALF_ERROR, (way, tokens, error)
+            assert torch.equal(bits(got), bits(again)), (way, tokens)
+
+
+@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
+def test_a_token_has_the_same_bits_anywhere_in_the_wide_linear(encode, encoding):
+    rng = np.random.default_rng(3)
+    weight = on_gpu(encode(encoding, matrix("normal", (5120, 3072), rng)).weight)
+    x = activations("normal", 3072, rng, 190)
+    with using(WAYS["wide"]):
+        whole = linear_block(x, weight)
+        turned = linear_block(x.roll(77, 0), weight)
+        assert torch.equal(bits(turned), bits(whole.roll(77, 0)))
+        other = x.clone()
+        other[:100] = activations("heavy", 3072, rng, 100)
+        assert torch.equal(bits(linear_block(other, weight)[100:]), bits(whole[100:]))
+        fewer = linear_block(x[:140], weight)  # as many token blocks
+        assert torch.equal(bits(fewer), bits(whole[:140]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_several_matrices_into_columns_and_gates(encode, way):
+    rng = np.random.default_rng(4)
+    rows = {"fp8": 416, "nvfp4": 96, "half": 24, "bf16": 24, "fp8_blocks": 128}
+    samples = [encode(kind, matrix("normal", (count, 1024), rng)) for kind, count in rows.items()]
+    x = activations("normal", 1024, rng, 100)
+    wide = torch.full((100, sum(rows.values()) + 4), -7.0, device="cuda")
+    outs = list(wide[:, :-4].split(list(rows.values()), dim=1))
+    with using(WAYS[way]):
+        linear_blocks(x, [on_gpu(sample.weight) for sample in samples], outs)
+    assert (wide[:, -4:] == -7).all()
+    for sample, out in zip(samples, outs, strict=True):
+        expected = x.double() @ torch.from_numpy(sample.exact).cuda().t()
+        error = float((out.double() - expected).norm() / expected.norm())
+        assert error <= (SUM_ERROR if way == "wide" else HALF_ERROR), sample.weight.encoding
+    gate, up = (encode("nvfp4", matrix("normal", (2080, 1024), rng) / 20) for _ in range(2))
+    opened, raised = (x.double() @ torch.from_numpy(part.exact).cuda().t() for part in (gate, up))
+    expected = opened * torch.sigmoid(opened) * raised
+    counts = torch.zeros(100, dtype=torch.int32, device="cuda")
+    with using(WAYS[way]):
+        got = swiglu_block(x, on_gpu(gate.weight), on_gpu(up.weight), overflows=counts)
+        assert float((got.double() - expected).norm() / expected.norm()) <= 3 * HALF_ERROR and not counts.any()
+        loud = x.clone()
+        loud[7] *= 1000
+        got = swiglu_block(loud, on_gpu(gate.weight), on_gpu(up.weight), overflows=counts)
+    assert torch.isfinite(got).all() and counts[7] > 0 and counts.sum() == counts[7]
+
+
+def test_pieces_side_by_side_give_what_pieces_in_turn_give(encode, monkeypatch):
+    """Many small pieces, so that each half of the scratch is used again and again, with other work before and after."""
+    monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * 32 * 1024 * 8)
+    rng = np.random.default_rng(5)
+    sample = encode("nvfp4", matrix("normal", (32 * 61, 1024), rng))
+    weight, x = on_gpu(sample.weight), activations("normal", 1024, rng, 600)
+    expected = x.double() @ torch.from_numpy(sample.exact).cuda().t()
+    for _ in range(20):
+        with using(WAYS["beside"]):
+            got = linear_block(x * 1.0, weight)
+        assert float((got.double() - expected).norm() / expected.norm()) <= HALF_ERROR
+        with using(WAYS["wide"]):
+            assert float((linear_block(x, weight).double() - expected).norm() / expected.norm()) <= HALF_ERROR
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_captured_in_a_graph(encode, way):
+    rng = np.random.default_rng(6)
+    weight, x = on_gpu(encode("fp8", matrix("normal", (608, 560), rng)).weight), activations("normal", 560, rng, 130)
+    with using(WAYS[way]):
+        expected = linear_block(x, weight)
+        out = torch.zeros_like(expected)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            linear_block(x, weight, out)
+    assert (out == 0).all()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(bits(out), bits(expected))
+
+
+def test_few_tokens_stay_with_the_decode_linear(encode):
+    rng = np.random.default_rng(7)
+    weight, x = on_gpu(encode("fp8", matrix("normal", (512, 560), rng)).weight), activations("normal", 560, rng, 24)
+    with using(WAYS["wide"]):
+        assert torch.equal(bits(linear_block(x, weight)), bits(linear(x, weight, dtype=torch.float16)))
+        with pytest.raises(InputError, match="not a multiple of 16"):
+            linear_block(torch.zeros(30 * 560 + 1, dtype=torch.float16, device="cuda")[1:].view(30, 560), weight)

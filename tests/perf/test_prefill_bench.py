@@ -1,0 +1,70 @@
+"""Linears of many tokens: the bench by way and the tuning of ways, with a clock of our own in place of a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from duovolt.cli.main import main
+from duovolt.kernels import tuning
+from duovolt.kernels.tuning import Choice
+from duovolt.perf import kernels, prompts_tune
+from duovolt.perf.kernels import PrefillRow
+from duovolt.perf.prompts_tune import LONG_PROMPT, PROMPTS, for_prompts, with_prompts
+
+
+@pytest.mark.parametrize(
+    ("faster", "beside", "expected"),
+    [
+        ((25, 49, 97, 128), 0.9, (25, 128, True)),
+        ((97, 192), 1.0, (97, 97, False)),  # what is faster beyond a gap does not count
+        ((25, 49, 128), 1.2, (49, 0, False)),
+        ((25, 97, 128, 192, 256, 384, 512, 768), 0.995, (97, 768, False)),
+    ],
+)
+def test_tuning_takes_the_run_of_tokens_where_the_wide_linear_is_faster(faster, beside, expected):
+    ways = (("narrow", 1.0), ("beside", beside))
+    rows = [PrefillRow("fp8", 64, 64, LONG_PROMPT, way, time, 1.0) for way, time in ways]
+    for tokens in PROMPTS:
+        for narrow in (1.0, 5.0):  # two matrices
+            rows.append(PrefillRow("fp8", 64, 64, tokens, "narrow", narrow, 1.0))
+            rows.append(PrefillRow("fp8", 64, 64, tokens, "wide", narrow * (0.8 if tokens in faster else 1.3), 1.0))
+    chosen = with_prompts(Choice(blocks_a_sm=2), rows)
+    assert (chosen.wide_from, chosen.wide_up_to, chosen.overlap_dequantising) == expected and chosen.blocks_a_sm == 2
+
+
+def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch):
+    own, lines = Choice(rows=16), []
+
+    def prompts(tokens, device, routes):
+        assert tuning._override.get() == own
+        for count in tokens:
+            for route in routes:
+                seconds = {"narrow": 2.0, "wide": count / 100, "beside": 3.0}[route]
+                yield PrefillRow("fp8", 64, 32, count, route, seconds, 1.0)
+
+    monkeypatch.setattr(prompts_tune, "measure_prefill", prompts)
+    found = for_prompts(own, torch.device("cpu"), lines.append)
+    assert found == Choice(rows=16, wide_from=25, wide_up_to=192)
+    assert len(lines) == 2 + 2 * len(PROMPTS) and "fp8 64 x 32, T 2048, beside" in lines[1]
+
+
+def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
+    def clock(calls) -> float:
+        assert len(calls) == kernels.PREFILL_COPIES
+        if calls[0].func is torch.mm:
+            return 3e-5
+        now = tuning._override.get()
+        return (1 if now.wide_up_to == tuning.MOST_WIDE else 3 if now.overlap_dequantising else 6) * 1e-5
+
+    monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(kernels, "PREFILL", (("fp8", 64, 32),))
+    monkeypatch.setattr(kernels, "time_graph", clock)
+    monkeypatch.setattr(kernels, "linear_block", lambda x, weight, out: out)
+    monkeypatch.setattr(kernels, "choice", lambda device: Choice())
+    assert main(["bench", "kernels", "--prefill", "30", "60", "--route", "narrow", "wide", "beside", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [fact["route"] for fact in facts] == ["narrow", "wide", "beside"] * 2
+    assert [fact["share"] for fact in facts[:3]] == [pytest.approx(n) for n in (0.5, 3.0, 1.0)]
+    assert main(["bench", "kernels", "--prefill", "30"]) == 0
+    assert "chosen" in capsys.readouterr().out
