@@ -13,8 +13,9 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from ...checkpoint.errors import DuovoltError, EnvironmentFault
 from .mailbox import Mailbox
 from .owner import owner_is_dead
 from .region import Region, region_bytes
-from .shared import SharedFile
+from .shared import SharedFile, sweep_dead
 
 TRUSTED, DISTRUSTED = "trusted", "distrusted"  # switches of the probe
 _PR_SET_PDEATHSIG = 1
@@ -49,8 +50,29 @@ def run_twins(
 ) -> list[Heard]:
     """Run `python -m MODULE SHARED RANK DEVICE ARGUMENTS...` for rank 0 and 1, at most `seconds`; then both are dead.
 
-    `environment`: variables beside the present ones. Raises EnvironmentFault if the shared memory cannot be had.
+    `environment`: variables beside the present ones. SIGTERM meanwhile raises SystemExit, once nothing is left of them.
+    Raises EnvironmentFault if the shared memory cannot be had.
     """
+    with _ended_in_order():
+        return _run(module, devices, arguments, seconds, environment or {})
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Within it a process that SIGTERM would end at once, names of shared memory and all, unwinds instead."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _run(
+    module: str, devices: Sequence[str], arguments: Sequence[str], seconds: float, environment: Mapping[str, str]
+) -> list[Heard]:
     shared = SharedFile.create(region_bytes())
     children: list[subprocess.Popen[bytes]] = []
     try:
@@ -62,7 +84,7 @@ def run_twins(
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env=os.environ | (environment or {}),
+                    env=os.environ | environment,
                 )
             )
         said, ended = _listen(children, time.monotonic() + seconds)
@@ -73,6 +95,7 @@ def run_twins(
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: no signal reaches it
                 child.wait(_GRACE_SECONDS)
+        sweep_dead()  # what a killed child had made for itself and its twin
     return [
         Heard(_lines(output), child.returncode if done else None, errors.decode(errors="replace")[-_KEPT:].strip())
         for child, (output, errors), done in zip(children, said, ended, strict=True)

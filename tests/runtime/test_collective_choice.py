@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,6 +26,8 @@ from duovolt.runtime.parallel.probe import distrusted
 from duovolt.runtime.parallel.region import Region, region_bytes
 from duovolt.runtime.parallel.shared import SHARED_DIR
 from duovolt.runtime.parallel.twins import Heard, run_twins
+
+from .conftest import leftovers, wait_gone
 
 CPU = torch.device("cpu")
 ROUNDS = 60
@@ -361,6 +365,32 @@ def test_a_twin_that_hangs_is_stopped_and_what_it_said_is_kept(twin_module: str)
     first, second = run_twins(twin_module, ["0", "1"], ["hang"], 6)
     assert time.monotonic() - begin < 12
     assert first.exit_code == 0 and second.exit_code is None and second.lines[0]["met"] == 0
+
+
+ALONE = """
+import sys
+from duovolt.runtime.parallel.twins import run_twins
+run_twins(sys.argv[1], ["0", "1"], ["hang"], 60)
+"""
+
+
+def test_a_server_that_is_ended_while_it_tries_its_links_leaves_nothing(twin_module: str) -> None:
+    server = subprocess.Popen([sys.executable, "-c", ALONE, twin_module])
+    try:
+        deadline = time.monotonic() + 30
+        while not (
+            children := list(map(int, Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()))
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert leftovers(server.pid)
+        server.terminate()
+        assert server.wait(20) == 128 + signal.SIGTERM
+        assert leftovers(server.pid) == []
+        wait_gone(children, 10)
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_twin_that_dies_leaves_its_last_words_and_its_twin_does_not_wait_long(
