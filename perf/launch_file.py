@@ -133,7 +133,7 @@ def at_bytes(points: list[tuple[float, float]], nbytes: float) -> float | None:
     if len(points) == 1 or points[0][0] == 0:
         return (
             points[0][1]
-            if points[0][0] == 0 or abs(nbytes - points[0][0]) <= 0.01 * max(nbytes, points[0][0])
+            if points[0][0] == 0 or abs(nbytes - points[0][0]) <= 0.05 * max(nbytes, points[0][0])
             else None
         )
     index = 1

@@ -22,7 +22,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from .text import Fact, HtmlText, RstText, python_docstrings
+from .facts import Fact
+from .rst import RstText
+from .text import HtmlText, python_docstrings
 
 RST_PACKAGES = (
     "python3.11",

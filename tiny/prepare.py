@@ -17,7 +17,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from .dialogs import dialogues
-from .text import Fact
+from .facts import Fact
 from .vocabulary import TOKEN_ID, train_tokenizer, write_tokenizer
 
 ROW = 1024

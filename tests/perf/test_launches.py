@@ -282,7 +282,7 @@ def test_times_between_and_beyond_measured_sizes() -> None:
     points = [(100.0, 2.0), (200.0, 3.0), (400.0, 4.0)]
     assert [at_bytes(points, nbytes) for nbytes in (100, 150, 300, 600)] == [2.0, 2.5, 3.5, 5.0]
     assert at_bytes([(0.0, 2.0)], 150) == 2.0  # of one size
-    assert at_bytes([(100.0, 2.0)], 100.5) == 2.0 and at_bytes([(100.0, 2.0)], 150) is None
+    assert at_bytes([(100.0, 2.0)], 104) == 2.0 and at_bytes([(100.0, 2.0)], 150) is None
 
 
 @pytest.mark.parametrize("content", [{}, {"format": "x"}, {"machine": 1, "models": [], "launches": []}, [1]])

@@ -4,7 +4,9 @@ import random
 
 from duovolt.tiny.corpus import Document, known_words, split, without_echoes
 from duovolt.tiny.dialogs import dialogues, statement, third_person, tool_dialogue
-from duovolt.tiny.text import Fact, HtmlText, RstText, first_sentences, python_docstrings
+from duovolt.tiny.facts import Fact, first_sentences
+from duovolt.tiny.rst import RstText
+from duovolt.tiny.text import HtmlText, python_docstrings
 
 RST = """\
 .. _label:

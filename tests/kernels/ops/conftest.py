@@ -27,6 +27,7 @@ REPLACED = (
 )  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
+KERNEL_HEADER = re.compile(r'^#include "(chunks_\w+\.cuh)"$', re.M)  # kernels of one source, a file each
 BOUNDS = re.compile(r"__launch_bounds__\([^()]*\)")
 KERNEL = re.compile(r"__global__\s+void\s+(\w+)\(|^[A-Z_0-9]+\((\w+),", re.M)  # written out, or made by a macro
 
@@ -156,7 +157,9 @@ def compiled(source: str, arch: str, folder: Path) -> Emulated:
     shutil.copy(LINK, folder / "link.cuh")
     text = (CSRC / source).read_text(encoding="utf-8")
     (folder / source).write_text(text, encoding="utf-8")
-    names = [first or second for first, second in KERNEL.findall(BOUNDS.sub("", text)) if first != "name"]
+    parts = [text, *((CSRC / name).read_text(encoding="utf-8") for name in KERNEL_HEADER.findall(text))]
+    found = [pair for part in parts for pair in KERNEL.findall(BOUNDS.sub("", part))]
+    names = [first or second for first, second in found if first != "name"]
     doors = "".join(
         f'extern "C" int emulate_{name}(const int *g, int t, const uint64_t *a, int n, const Range *r, int m)'
         f" {{ return emulate({name}, g, t, a, n, r, m); }}\n"
