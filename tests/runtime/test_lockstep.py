@@ -115,6 +115,15 @@ def test_one_rank_agrees_with_itself() -> None:
     assert SoloLockstep().agree(RECORD, 7, 9) == Agreement(7, 9)
 
 
+def test_the_last_of_two_records_is_the_one_that_is_shown() -> None:
+    region = Region(bytearray(region_bytes(4)), 4)
+    lockstep = SoloLockstep(region)
+    assert last_record(region, 0) == (0, None)
+    for number in range(1, 6):
+        lockstep.agree(replace(RECORD, position=number), number, 0)
+        assert last_record(region, 0) == (number, replace(RECORD, position=number))
+
+
 @settings(max_examples=40, deadline=None)
 @given(byte=st.integers(0, 8 * RECORD_WORDS - 1), bit=st.integers(0, 7))
 def test_a_record_that_is_torn_or_flipped_is_none(byte: int, bit: int) -> None:

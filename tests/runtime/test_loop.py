@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
-from duovolt.runtime.parallel.lockstep import SharedLockstep, SoloLockstep
+from duovolt.runtime.parallel.lockstep import Agreement, SharedLockstep, SoloLockstep
 from duovolt.runtime.parallel.region import ProgressCounter, Region, region_bytes
 from duovolt.runtime.rank.loop import RankLoop
 from duovolt.runtime.rank.scripted import ScriptedAnswer, ScriptedEngine
@@ -132,6 +132,40 @@ def test_a_cancel_ends_the_answer_at_the_next_step() -> None:
     events = [event for step in socket.sent for event in step.events]
     assert [event.finish_reason for event in events][-1] == "cancelled"
     assert len(events) < 6
+
+
+class Agreed:
+    """A twin that has received `counts[n]` messages at record n, and cancels nothing; then as many as this rank."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = deque(counts)
+        self.masks: list[int] = []
+
+    def agree(self, record: Any, received: int, cancel_mask: int) -> Agreement:
+        self.masks.append(cancel_mask)
+        return Agreement(min(received, self._counts.popleft() if self._counts else received), cancel_mask)
+
+
+def test_a_cancel_is_kept_for_a_request_that_the_twin_has_yet_to_receive() -> None:
+    region = Region(bytearray(region_bytes(4)), 4)
+    socket, lockstep = SlowSocket([request(1), request(2), CancelRequest(2)], [1, 2, 3], 2), Agreed([1] * 6)
+    answers = [ScriptedAnswer([[n] for n in range(12)]), ScriptedAnswer([[n] for n in range(40)])]
+    run(socket, lockstep, 0, region, answers, 2)
+    ends = {e.request_id: e.finish_reason for step in socket.sent for e in step.events if e.finish_reason is not None}
+    assert ends == {1: "stop", 2: "cancelled"}
+    assert [mask for mask in lockstep.masks if mask] == [2], "told once, at its place among the open ones"
+
+
+def test_the_first_sixty_four_requests_have_a_bit_each() -> None:
+    region = Region(bytearray(region_bytes(4)), 4)
+    messages: list[Any] = [request(number) for number in range(1, 67)]
+    last = [CancelRequest(number) for number in (2, 64, 65)]
+    socket = SlowSocket(messages + last, [1] * 66 + [3] * 3, 66)
+    lockstep = Agreed([])
+    run(socket, lockstep, 0, region, [ScriptedAnswer([[5], [6], [7], [8]])], 66)
+    ends = {e.request_id: e.finish_reason for step in socket.sent for e in step.events if e.finish_reason is not None}
+    assert [number for number, reason in ends.items() if reason == "cancelled"][:2] == [2, 64]
+    assert max(lockstep.masks) == 1 << 63 | 1 << 1
 
 
 def test_the_script_obeys_length_stop_ids_and_ignore_eos() -> None:
