@@ -203,7 +203,8 @@ def test_a_wait_that_expires_poisons_the_rest(pair, door):
 
     (first, seconds), _ = two.run(three)
     assert torch.equal(first[0], parts[0].float() + parts[1].float())
-    assert first[1].isnan().any() and first[2].isnan().all()
+    lost = first[1].isnan()  # of a delay, other blocks' words may be in time
+    assert (lost.any() if door["door"] == "delay" else lost.all()) and first[2].isnan().all()
     assert two.links[0].expired.item() == 2  # and no 3: what follows does not wait again
     assert seconds[1] >= 0.2
     if two.links[0].state.is_cuda:  # emulated, a busy machine may take any time
@@ -305,6 +306,24 @@ def test_a_lost_peer_makes_the_norm_nan(pair):
 
     first, _ = two.run(fused)
     assert first.isnan().all() and two.links[0].expired.item() == 1
+
+
+@pytest.mark.parametrize("come", [0, 1], ids=["first words", "second words"])
+def test_half_a_message_is_none(pair, come):
+    """Of each four values two words travel; where one of them has not come, those two values are no numbers."""
+    two, columns = pair(budget=0.05), 64
+    link, quads = two.links[0], columns // 4
+    inbox, device = two.links[0].tensors[0], two.links[0].state.device
+    inbox[SLOT + come * quads : SLOT + (come + 1) * quads] = 1 << 32  # step 1, two zeros
+    if link.state.is_cuda:
+        torch.cuda.synchronize()
+    _rank.number = 0
+    x, out = torch.ones(1, columns, device=device), torch.zeros(1, columns, dtype=torch.float16, device=device)
+    part = torch.ones(1, columns, dtype=torch.float16, device=device)
+    mailbox.reduce_norm(link, part, x, torch.ones(columns, device=device), EPS, out)
+    pairs = x.cpu().view(quads, 2, 2)
+    assert pairs[:, 1 - come].isnan().all() and out.isnan().all().item()
+    assert link.expired.item() == 1
 
 
 @pytest.mark.parametrize("values", [2, 8, 26, 4096, 10_242])
