@@ -40,7 +40,7 @@ _OLDEST_RING = 80  # the first architecture with rings and half bands
 MOST_STAGES = 8
 MOST_BLOCKS = 16
 WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weights, these three
-WIDE_UP_TO = 256  # docs/kernels/linear.md, "More tokens", has the reckoning
+WIDE_UP_TO = 0  # off until it has run on a card; docs/kernels/linear.md, "More tokens", reckons with 256
 MOST_WIDE = 4096
 
 
