@@ -72,6 +72,12 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_up_to: int = WIDE_UP_TO
     overlap_dequantising: bool = False
 
+    @property
+    def prompts(self) -> str:
+        """What of it decides the rounding of a prompt's products: the same on every rank, or they read different prompts."""
+        wide = f"wide:{self.wide_from}-{self.wide_up_to}" if self.wide_up_to else "plain"
+        return f"{wide},beside" if self.overlap_dequantising else wide
+
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
         depths = [*self.stages.values(), *self.half_stages.values(), self.mixed_stages]

@@ -110,7 +110,12 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def require_new(*places: Path | None) -> None:
-    """Raises InputError for a directory of a benchmark that exists: it is removed at the end."""
+    """Raises InputError for a directory of a benchmark that exists, since it is removed at the end, or cannot be made."""
     for place in places:
-        if place is not None and place.exists():
+        if place is None:
+            continue
+        if place.exists():
             raise InputError(f"{place}: exists. The benchmark makes and removes this directory; name a new one.")
+        above = next(parent for parent in place.absolute().parents if parent.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise InputError(f"{place}: nothing can be made in {above}. Name a new directory that you may write to.")

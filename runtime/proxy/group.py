@@ -45,7 +45,7 @@ _AGREED_FACTS = (
     "collective",
     "graphs",
     "delta",
-    "attention",
+    "prompts",
 )
 _READABLE = int(zmq.POLLIN)  # the plain number: arithmetic of flags costs more than the question
 

@@ -67,3 +67,18 @@ def test_then_the_missing_card_is_told(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(words.split()) == 3, words
         said = capsys.readouterr().err
         assert "card" in said or "no CUDA device" in said, said
+
+
+@pytest.mark.parametrize("more", ["", " --stages", " --full"])
+def test_a_place_that_cannot_be_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured first")
+
+    for name in ("race_quantisers", "race_stages", "run_full_size"):
+        monkeypatch.setattr(f"duovolt.cli.bench_pipeline.{name}", measured)
+    (tmp_path / "file").write_text("")
+    for work, told in ((tmp_path, "exists"), (tmp_path / "file" / "work", f"nothing can be made in {tmp_path}/file")):
+        assert main(f"bench pipeline --work {work}{more}".split()) == 2
+        assert told in capsys.readouterr().err

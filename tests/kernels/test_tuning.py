@@ -115,3 +115,16 @@ def test_shared_memory_of_rings_and_sums():
 def test_default_rings_fit_every_card_that_has_them():
     most = max(Choice().shared_bytes("any", tokens, "sm_86") for tokens in (8, 16, 24))
     assert most <= 99 << 10  # of a block on sm_86, sm_89 and sm_120
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (Choice(), "plain"),
+        (Choice(rows=16, blocks_a_sm=2, delta="apart"), "plain"),  # these change no bit
+        (Choice(wide_up_to=256), "wide:49-256"),
+        (Choice(wide_from=25, wide_up_to=96, overlap_dequantising=True), "wide:25-96,beside"),
+    ],
+)
+def test_what_rounds_a_prompt_differently_is_told_apart(chosen, words):
+    assert chosen.prompts == words

@@ -206,6 +206,11 @@ def hello(plan: ServePlan, rank: int, pid: int) -> Hello:
     [
         ([7, 9], [{}, {}], "rank 1 is process 9, not 8"),
         ([7, 8], [{"kv_pages": "10"}, {"kv_pages": "9"}], "differ in kv_pages: rank 0 has 10, rank 1 has 9"),
+        (
+            [7, 8],
+            [{"prompts": "plain"}, {"prompts": "wide:49-256"}],
+            "differ in prompts: rank 0 has plain, rank 1 has wide",
+        ),
         ([7, 8], [{"collective": "host"}, {}], "differ in collective: rank 0 has host, rank 1 has None"),
         ([7, 8], [{"kv": "int8"}, {"kv": "int8"}], None),
     ],

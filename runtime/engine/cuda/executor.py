@@ -17,6 +17,7 @@ from ....kernels.linear import MAX_TOKENS
 from ....kernels.ops import Ops, ops_for
 from ....kernels.prefill_attention import torch_attends
 from ....kernels.round_state import STOPS
+from ....kernels.tuning import choice_on
 from ...messages import TokenLogprob
 from ...parallel.device import DeviceCollective
 from ..admission import check_range, check_settings
@@ -116,6 +117,7 @@ class CudaExecutor:
             "draft_window": f"{window * PAGE}" if (window := self._flights.window) else "off",
             "graphs": graphs,
             "delta": self._delta,
+            "prompts": choice_on(self._device).prompts,
             "collective": self._link.name,
         }
 
