@@ -32,13 +32,13 @@ def _limit(seconds: int, memory_bytes: int, user: int | None) -> None:
         os.setgid(user)
         os.setuid(user)
     limits = (
-        (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, 0),  # no byte into any file; pipes are not files
         (resource.RLIMIT_NOFILE, 32),
         (resource.RLIMIT_NPROC, 0),  # no new process, no new thread; this one already runs
         (resource.RLIMIT_CORE, 0),
     )
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # the first has a signal of its own
     for which, value in limits:
         resource.setrlimit(which, (value, value))
 

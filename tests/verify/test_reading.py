@@ -7,6 +7,7 @@ import pytest
 
 from duovolt.checkpoint.container import NUMPY_DTYPE, read_header
 from duovolt.checkpoint.manifest import read_manifest
+from duovolt.checkpoint.stream import PAGE
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
 from duovolt.tests.support.damage import edit_tensor, refit
@@ -52,12 +53,13 @@ def test_verify_reads_every_byte_once(large: Stages, in_memory: bool, monkeypatc
 
 
 def test_shard_reads_every_byte_once(large: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F10: as verify does."""
+    """F10: as verify does, but for pages at the ends of direct reads, which are read whole."""
     reads = note_reads(monkeypatch, in_memory=False)
     shard(large.converted, tmp_path / "ranks", 2)
     for path in shards(large.converted):
         tensors = read_header(path).tensors.values()
-        assert reads.bytes_of(path) == sum(entry.nbytes for entry in tensors)
+        ends = 2 * (PAGE - 1) * sum(file == path for file, _, _ in reads.seen)
+        assert 0 <= reads.bytes_of(path) - sum(entry.nbytes for entry in tensors) <= ends < path.stat().st_size / 100
         for entry in tensors:
             assert entry.nbytes < LARGE or reads.mean_within(entry) >= SMALLEST_MEAN
 
