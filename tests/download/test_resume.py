@@ -205,11 +205,7 @@ def test_interrupt_keeps_the_partial_and_is_quick(hub, whole, tmp_path, tree, co
     hub.faults.append(Fault("slow", SHARD, delay))
     arguments = command("download", REPO, dst, "--endpoint", hub.url)
     process = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 30
-    while hub.bytes_served(SHARD) < 16_384:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
-    time.sleep(0.3)
+    wait_for(dst / PART, 16_384, process)  # what comes is written as it comes
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
