@@ -10,6 +10,7 @@ constexpr bool kOverlaps = true; // the projection is asked for behind the launc
 #else
 constexpr bool kOverlaps = false;
 #endif
+constexpr int kRun = 16;        // positions that stand side by side in a page, of an int8 value; two such runs of fp16
 constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
 
 __device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
@@ -81,6 +82,15 @@ struct Int8Store {
         }
     }
 
+    __device__ static void store_scales(unsigned short *scales, const unsigned (&bits)[2], int offset, int lane) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (lane % (kBlock / 4) == 0) {
+                write(scales + offset * kBlocks + dimension(lane, 4 * half) / kBlock, static_cast<unsigned short>(bits[half]));
+            }
+        }
+    }
+
     // Into a tile of keys or of values, at position `offset` of its page.
     __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *scales, int offset,
                                  int lane) {
@@ -98,9 +108,37 @@ struct Int8Store {
             } else {
                 write(reinterpret_cast<unsigned *>(bytes + key_index<16>(offset, dimension(lane, 4 * half))), words[half]);
             }
-            if (lane % (kBlock / 4) == 0) {
-                write(scales + offset * kBlocks + dimension(lane, 4 * half) / kBlock, static_cast<unsigned short>(scale[half]));
-            }
+        }
+        store_scales(scales, scale, offset, lane);
+    }
+
+    // Values of a token on their way to whole pieces: a row of `Row` in shared memory, scales at once.
+    using Row = unsigned[kDim / 4];
+    __device__ static void put(const float (&v)[kOwn], Row &row, unsigned short *scales, int offset, int lane) {
+        unsigned words[2], scale[2];
+        quantise(v, words, scale);
+        row[lane] = words[0];
+        row[32 + lane] = words[1];
+        store_scales(scales, scale, offset, lane);
+    }
+
+    // A run of sixteen positions at `offset`: 8 bytes a piece and thread, as there are 64 words of four dimensions.
+    __device__ static void store_run(const Row (&rows)[kRun], void *tile, int offset) {
+        const int quad = threadIdx.x % (kDim / 4), part = threadIdx.x / (kDim / 4) * 8;
+        unsigned low[4], high[4]; // [four positions: first and last]: of dimensions 0 1 and 2 3, two positions side by side
+        unsigned char *to = static_cast<unsigned char *>(tile) + value_index<16>(offset, 4 * quad) + part;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned a = rows[part + 2 * i][quad], b = rows[part + 2 * i + 1][quad];
+            low[i] = __byte_perm(a, b, 0x5140);
+            high[i] = __byte_perm(a, b, 0x7362);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned(&pairs)[4] = i < 2 ? low : high;
+            const unsigned chosen = i % 2 ? 0x7632 : 0x5410;
+            write(reinterpret_cast<uint2 *>(to + 16 * i),
+                  uint2{__byte_perm(pairs[0], pairs[1], chosen), __byte_perm(pairs[2], pairs[3], chosen)});
         }
     }
 };
@@ -128,23 +166,70 @@ struct HalfStore {
             }
         }
     }
+
+    using Row = unsigned[kDim / 2];
+    __device__ static void put(const float (&v)[kOwn], Row &row, unsigned short *, int, int lane) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint2 words = packed(v, half);
+            row[64 * half + 2 * lane] = words.x;
+            row[64 * half + 2 * lane + 1] = words.y;
+        }
+    }
+
+    // A run of sixteen positions at `offset`, two pieces a dimension: two dimensions a thread.
+    __device__ static void store_run(const Row (&rows)[kRun], void *tile, int offset) {
+        const int pair = threadIdx.x;
+        unsigned short *halves = static_cast<unsigned short *>(tile);
+#pragma unroll
+        for (int part = 0; part < kRun; part += 8) {
+            unsigned words[2][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned a = rows[part + 2 * i][pair], b = rows[part + 2 * i + 1][pair];
+                words[0][i] = __byte_perm(a, b, 0x5410);
+                words[1][i] = __byte_perm(a, b, 0x7632);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                write(reinterpret_cast<uint4 *>(halves + value_index<8>(offset + part, 2 * pair + i)),
+                      uint4{words[i][0], words[i][1], words[i][2], words[i][3]});
+            }
+        }
+    }
 };
+
+// What fits fp16, in place; how many did not.
+__device__ __forceinline__ int staged_all(float (&v)[kOwn]) {
+    float largest = 0; // a NaN is passed over, and stays
+    int overflowed = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        largest = fmaxf(largest, fabsf(v[i]));
+    }
+    if (largest > kLargestHalf) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            v[i] = staged(v[i], overflowed);
+        }
+    }
+    return overflowed;
+}
 
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
 // positions: [3, T] (time, height, width); axes: [32], the axis of each pair; cosines, sines: FP32 [table_rows, 32].
 // slots: [T], page * 64 + offset; outside of the pool (-1): nothing is written. query: fp16 [T, q_heads, 256].
-// A warp takes every (warps * gridDim.y)-th head of a token. Grid: (T, parts of the heads).
+// A warp takes every (warps * gridDim.y)-th of `heads` heads of a token. Grid: (blocks before the first token's and T, parts of
+// the heads).
 template <class Store>
-__device__ __forceinline__ void qkv_rope(const float *projection, int row_stride, const float *query_weight,
+__device__ __forceinline__ void turn_heads(int token, int tokens, int heads, const float *projection, int row_stride, const float *query_weight,
                                          const float *key_weight, const float *cosines, const float *sines,
                                          int table_rows, const int *positions, const int *axes, const int *slots,
                                          void *keys, unsigned short *key_scales, void *values,
                                          unsigned short *value_scales, int pages, unsigned short *query,
                                          int *overflows, int q_heads, int kv_heads, float eps) {
-    const int token = blockIdx.x, tokens = gridDim.x;
     const int lane = threadIdx.x % 32;
     const int first = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, step = gridDim.y * (blockDim.x / 32);
-    const int heads = q_heads + 2 * kv_heads;
     const float *row = projection + static_cast<size_t>(token) * row_stride;
 
     const auto load = [&](float4 (&to)[2], int head) {
@@ -228,17 +313,7 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
                 hadamard(v, lane);
             }
         }
-        float largest = 0; // a NaN is passed over, and stays
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            largest = fmaxf(largest, fabsf(v[i]));
-        }
-        if (largest > kLargestHalf) {
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i) {
-                v[i] = staged(v[i], overflowed);
-            }
-        }
+        overflowed += staged_all(v);
         if (is_query) {
             uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + lane;
             write(to, packed(v, 0));
@@ -254,16 +329,89 @@ __device__ __forceinline__ void qkv_rope(const float *projection, int row_stride
     count_overflows(overflowed, overflows ? overflows + token : nullptr);
 }
 
+// Values of kRun tokens of a head, which stand side by side in a page: written a piece of 16 bytes at a time, not a byte. Where
+// the tokens' slots are not a whole run (the ends of a chunk, padding), element by element.
+template <class Store>
+__device__ __forceinline__ void store_values(int first, int tokens, int kv_head, const float *projection, int row_stride,
+                                             const int *slots, void *values, unsigned short *value_scales, int pages,
+                                             int *overflows, int q_heads, int kv_heads) {
+    constexpr int kWarps = kThreads / 32, kEach = kRun / kWarps;
+    __shared__ typename Store::Row rows[kRun];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int at = first + lane % kRun; // lane i knows the slot of token i
+    int slot = at >= 0 && at < tokens ? read_here(slots + at) : -1;
+    slot = slot >= 0 && slot < pages * kPage ? slot : -1;
+    const int begin = __shfl_sync(kAll, slot, 0);
+    const bool whole = begin >= 0 && begin % kRun == 0 && __ballot_sync(kAll, slot == begin + lane % kRun) == kAll;
+    take_over();
+    float4 in[kEach][2];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int token = min(max(first + warp * kEach + i, 0), tokens - 1);
+        const float *row = projection + static_cast<size_t>(token) * row_stride + (2 * q_heads + kv_heads + kv_head) * kDim;
+        in[i][0] = stream(reinterpret_cast<const float4 *>(row) + lane);
+        in[i][1] = stream(reinterpret_cast<const float4 *>(row) + lane + kDim / 8);
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int token = first + warp * kEach + i, own = __shfl_sync(kAll, slot, warp * kEach + i);
+        if (token < 0 || token >= tokens) {
+            continue;
+        }
+        float v[kOwn] = {in[i][0].x, in[i][0].y, in[i][0].z, in[i][0].w, in[i][1].x, in[i][1].y, in[i][1].z, in[i][1].w};
+        count_overflows(staged_all(v), overflows ? overflows + token : nullptr);
+        if (own < 0) {
+            continue;
+        }
+        const size_t tile = static_cast<size_t>(own / kPage) * kv_heads + kv_head;
+        unsigned short *scales = value_scales + tile * kPage * kBlocks;
+        if (whole) {
+            Store::put(v, rows[warp * kEach + i], scales, own % kPage, lane);
+        } else {
+            Store::store(v, true, static_cast<char *>(values) + tile * kPage * kDim * Store::kBytes, scales, own % kPage, lane);
+        }
+    }
+    __syncthreads();
+    if (whole) {
+        const size_t tile = static_cast<size_t>(begin / kPage) * kv_heads + kv_head;
+        Store::store_run(rows, static_cast<char *>(values) + tile * kPage * kDim * Store::kBytes, begin % kPage);
+    }
+}
+
 #define QKV_ROPE(name, Store)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(kThreads) name(                                                                                   \
+    extern "C" __global__ void __launch_bounds__(kThreads) name(                                                       \
         const float *projection, int row_stride, const float *query_weight, const float *key_weight,                   \
         const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
         const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \
         int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps) {                      \
-        qkv_rope<Store>(projection, row_stride, query_weight, key_weight, cosines, sines, table_rows, positions, axes, \
-                        slots, keys, key_scales, values, value_scales, pages, query, overflows, q_heads, kv_heads,     \
-                        eps);                                                                                          \
+        turn_heads<Store>(blockIdx.x, gridDim.x, q_heads + 2 * kv_heads, projection, row_stride, query_weight,         \
+                          key_weight, cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values,    \
+                          value_scales, pages, query, overflows, q_heads, kv_heads, eps);                              \
     }
 
 QKV_ROPE(qkv_rope_int8, Int8Store)
 QKV_ROPE(qkv_rope_fp16, HalfStore)
+
+// The same for many tokens, with blocks of their own for values, which come first: as many runs as kRun tokens from any place in
+// a run on may touch, (T + 2 kRun - 2) / kRun, each kv_heads times. Grid: (those and T, parts of the other heads).
+#define QKV_ROPE_MANY(name, Store)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads) name(                                                       \
+        const float *projection, int row_stride, const float *query_weight, const float *key_weight,                   \
+        const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
+        const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \
+        int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps, int tokens) {          \
+        const int runs = gridDim.x - tokens, token = blockIdx.x - runs;                                                \
+        if (token < 0) {                                                                                               \
+            const int skipped = max(read_here(slots), 0) % kRun;                                                       \
+            store_values<Store>(static_cast<int>(blockIdx.x) / kv_heads * kRun - skipped, tokens,                      \
+                                blockIdx.x % kv_heads, projection, row_stride, slots, values, value_scales, pages,     \
+                                overflows, q_heads, kv_heads);                                                         \
+            return;                                                                                                    \
+        }                                                                                                              \
+        turn_heads<Store>(token, tokens, q_heads + kv_heads, projection, row_stride, query_weight, key_weight,         \
+                          cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values, value_scales,  \
+                          pages, query, overflows, q_heads, kv_heads, eps);                                            \
+    }
+
+QKV_ROPE_MANY(qkv_rope_many_int8, Int8Store)
+QKV_ROPE_MANY(qkv_rope_many_fp16, HalfStore)

@@ -48,6 +48,7 @@ EARLY_READS = {
     "mailbox_reduce_norm": set(),
     "mailbox_gather": set(),
 }
+EARLY_READS["qkv_rope_many"] = EARLY_READS["qkv_rope"]
 EARLY_READS["delta_decode_apart"] = EARLY_READS["delta_decode"]
 EARLY_WRITES = {name: {"state", "rows"} for name in ("delta_decode", "delta_decode_apart")}  # what it alone keeps
 

@@ -47,10 +47,10 @@ def test_norms_and_embedding(kernels, tokens):
 
 @pytest.mark.parametrize("kernels", [rope.SOURCE], indirect=True)
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp16"])
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
-def test_queries_and_keys(kernels, emulated, monkeypatch, int8, heads):
+@pytest.mark.parametrize(("heads", "tokens"), [((1, 1), 3), ((6, 2), 3), ((1, 1), rope._FEW + 1)])
+def test_queries_and_keys(kernels, emulated, monkeypatch, int8, heads, tokens):
     """With the bits of the form that does not overlap, unknown positions and unused slots too."""
-    case = Case(torch.device("cpu"), "normal", *heads, 3, int8)
+    case = Case(torch.device("cpu"), "normal", *heads, tokens, int8)
     case.positions[:, 1], case.slots[2] = 10**6, -1
     found = []
     for arch in ("hopper", "volta"):
@@ -64,5 +64,5 @@ def test_queries_and_keys(kernels, emulated, monkeypatch, int8, heads):
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
     assert found[0][0][1].isnan().any() and not found[0][0][0].isnan().any()
-    name = "qkv_rope_int8" if int8 else "qkv_rope_fp16"
+    name = f"qkv_rope_{'' if tokens <= rope._FEW else 'many_'}{'int8' if int8 else 'fp16'}"
     assert kernels.early[name] == EARLY_READS["qkv_rope"]
