@@ -210,15 +210,10 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         fetch(begin + kSteps);
         for (int step = 0; step < min(kSteps, tokens - begin); ++step) {
             float4 key[kRowQuads], query[kRowQuads];
-            float results[kRowsLane] = {};
+            float results[kRowsLane];
             take_part(key, keys[step], part);
             take_part(query, queries[step], part);
-            absorb(s, key, &values[step][own_row], decay[step], strength[step], results);
-#pragma unroll
-            for (int r = 0; r < kRowsLane; ++r) {
-                results[r] = part_of_product(s[r], query);
-            }
-            row_sums(results);
+            pass(s, key, &values[step][own_row], decay[step], strength[step], results, query);
             if (part == 0) {
                 float *to = out + (static_cast<size_t>(begin + step) * value_heads + head) * kHead + block_row + own_row;
                 write(to, results[0]);
