@@ -15,6 +15,7 @@ from .norm import LARGEST, staged
 SOURCE = "rope.cu"
 _FEW = 64  # tokens
 _THREADS = 128
+_HEADS = 2  # a warp, where there are many tokens
 _RUN = 16  # positions whose values a block takes
 PAIRS = 32  # pairs (j, j + 32) turn, of the family's 256 dimensions
 
@@ -60,10 +61,11 @@ def qkv_rope(
         parts = -(-(q_heads + 2 * cache.kv_heads) * 32 // _THREADS)
         launch(SOURCE, f"qkv_rope_{cached}", (tokens, parts), _THREADS, arguments, projection.device, overlap=True)
         return out
-    # A block a token, whose angles are then read once, and one for every run of positions of a head's values.
+    # And a block for every run of positions of a head's values.
     runs = (tokens + 2 * _RUN - 2) // _RUN * cache.kv_heads
+    parts = -(-(q_heads + cache.kv_heads) * 32 // (_THREADS * _HEADS))
     name = f"qkv_rope_many_{cached}"
-    launch(SOURCE, name, (runs + tokens, 1), _THREADS, (*arguments, tokens), projection.device, overlap=True)
+    launch(SOURCE, name, (runs + tokens, parts), _THREADS, (*arguments, tokens), projection.device, overlap=True)
     return out
 
 

@@ -11,6 +11,10 @@ constexpr bool kOverlaps = true; // the projection is asked for behind the launc
 constexpr bool kOverlaps = false;
 #endif
 constexpr int kRun = 16;        // positions that stand side by side in a page, of an int8 value; two such runs of fp16
+#ifndef MANY
+#define MANY 2
+#endif
+constexpr int kMany = MANY; // heads a warp, of many tokens
 constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
 
 __device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
@@ -219,29 +223,35 @@ __device__ __forceinline__ int staged_all(float (&v)[kOwn]) {
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
 // positions: [3, T] (time, height, width); axes: [32], the axis of each pair; cosines, sines: FP32 [table_rows, 32].
 // slots: [T], page * 64 + offset; outside of the pool (-1): nothing is written. query: fp16 [T, q_heads, 256].
-// A warp takes every (warps * gridDim.y)-th of `heads` heads of a token. Grid: (blocks before the first token's and T, parts of
-// the heads).
-template <class Store>
-__device__ __forceinline__ void turn_heads(int token, int tokens, int heads, const float *projection, int row_stride, const float *query_weight,
-                                         const float *key_weight, const float *cosines, const float *sines,
-                                         int table_rows, const int *positions, const int *axes, const int *slots,
-                                         void *keys, unsigned short *key_scales, void *values,
-                                         unsigned short *value_scales, int pages, unsigned short *query,
-                                         int *overflows, int q_heads, int kv_heads, float eps) {
-    const int lane = threadIdx.x % 32;
-    const int first = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32, step = gridDim.y * (blockDim.x / 32);
+// A warp takes kEach of `heads` heads of a token, which it asks for at once. Grid: (blocks before the first token's and T, heads /
+// (warps * kEach) rounded up).
+template <class Store, int kEach>
+__device__ __forceinline__ void turn_heads(int token, int tokens, int heads, const float *projection, int row_stride,
+                                           const float *query_weight, const float *key_weight, const float *cosines,
+                                           const float *sines, int table_rows, const int *positions, const int *axes,
+                                           const int *slots, void *keys, unsigned short *key_scales, void *values,
+                                           unsigned short *value_scales, int pages, unsigned short *query,
+                                           int *overflows, int q_heads, int kv_heads, float eps) {
+    const int lane = threadIdx.x % 32, step = kThreads / 32;
+    const int first = blockIdx.y * step * kEach + threadIdx.x / 32;
     const float *row = projection + static_cast<size_t>(token) * row_stride;
 
-    const auto load = [&](float4 (&to)[2], int head) {
-        const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
-        const float4 *from = reinterpret_cast<const float4 *>(row + start) + lane;
-        to[0] = stream(from);
-        to[1] = stream(from + kDim / 8);
+    float4 in[kEach][2];
+    const auto load = [&]() {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int head = min(first + i * step, heads - 1);
+            const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
+            const float4 *from = reinterpret_cast<const float4 *>(row + start) + lane;
+            in[i][0] = stream(from);
+            in[i][1] = stream(from + kDim / 8);
+        }
     };
-    const auto weights_of = [&](float4 (&to)[2], int head) {
+    float4 weights[2];
+    const auto load_weights = [&](int head) {
         const float4 *from = reinterpret_cast<const float4 *>(head < q_heads ? query_weight : key_weight) + lane;
-        to[0] = read(from);
-        to[1] = read(from + kDim / 8);
+        weights[0] = read(from);
+        weights[1] = read(from + kDim / 8);
     };
     // The angle of pair `lane`: where on its axis (lane i has read that of axis i), and what the tables say there. Where
     // launches overlap, that is older than the projection, which the launch before writes.
@@ -252,23 +262,22 @@ __device__ __forceinline__ void turn_heads(int token, int tokens, int heads, con
         take_over();
         return;
     }
-    float4 weights[2], next[2];
     if (!kOverlaps) {
-        load(next, first);
+        load();
     }
-    weights_of(weights, first);
+    load_weights(first);
     const bool stored = slot >= 0 && slot < pages * kPage;
     const int position = __shfl_sync(kAll, place, axis == 1 ? 1 : axis == 2 ? 2 : 0);
     const bool known = position >= 0 && position < table_rows;
     const size_t angle = static_cast<size_t>(known ? position : 0) * kHalfTurned + lane;
     const float read_cosine = read(cosines + angle), read_sine = read(sines + angle);
-    const float own_cosine = known ? read_cosine : __uint_as_float(0x7FC00000u);
-    const float own_sine = known ? read_sine : __uint_as_float(0x7FC00000u);
     take_over();
     if (kOverlaps) {
-        load(next, first);
+        load();
     }
     __syncwarp();
+    const float own_cosine = known ? read_cosine : __uint_as_float(0x7FC00000u);
+    const float own_sine = known ? read_sine : __uint_as_float(0x7FC00000u);
     float cosine[4], sine[4]; // of the first four dimensions of this lane, if they turn
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -279,34 +288,41 @@ __device__ __forceinline__ void turn_heads(int token, int tokens, int heads, con
     }
 
     int overflowed = 0;
-    for (int head = first; head < heads; head += step) {
-        float v[kOwn] = {next[0].x, next[0].y, next[0].z, next[0].w, next[1].x, next[1].y, next[1].z, next[1].w};
-        if (head + step < heads) {
-            load(next, head + step);
+#pragma unroll 1
+    for (int i = 0; i < kEach; ++i) {
+        const int head = first + i * step;
+        if (head >= heads) {
+            break;
+        }
+        float v[kOwn] = {in[0][0].x, in[0][0].y, in[0][0].z, in[0][0].w, in[0][1].x, in[0][1].y, in[0][1].z, in[0][1].w};
+#pragma unroll
+        for (int next = 1; next < kEach; ++next) { // the loop stays one: its code is long
+            in[next - 1][0] = in[next][0];
+            in[next - 1][1] = in[next][1];
         }
         const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
         if (!is_value) {
-            if (head >= q_heads && head - step < q_heads) {
-                weights_of(weights, head); // the first key
+            if (i > 0 && head >= q_heads && head - step < q_heads) {
+                load_weights(head); // the first key
             }
             const float w[kOwn] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
                                    weights[1].x, weights[1].y, weights[1].z, weights[1].w};
             float squares = 0;
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) {
-                squares += v[i] * v[i];
+            for (int j = 0; j < kOwn; ++j) {
+                squares += v[j] * v[j];
             }
             float inverse = fast_inverse_root(warp_sum(squares) / kDim + eps);
             inverse *= Store::kTurned ? kTurnScale : 1.0f; // a power of two: where it is applied does not matter
 #pragma unroll
-            for (int i = 0; i < kOwn; ++i) {
-                v[i] *= inverse * (1.0f + w[i]);
+            for (int j = 0; j < kOwn; ++j) {
+                v[j] *= inverse * (1.0f + w[j]);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float other = __shfl_xor_sync(kAll, v[i], kHalfTurned / 4);
-                if (lane < 2 * kHalfTurned / 4) {
-                    v[i] = v[i] * cosine[i] + other * sine[i];
+            for (int j = 0; j < 4; ++j) {
+                const float other = __shfl_xor_sync(kAll, v[j], kHalfTurned / 4);
+                if (lane < 2 * kHalfTurned / 4) { // which product is fused must not be the compiler's choice
+                    v[j] = fmaf(v[j], cosine[j], __fmul_rn(other, sine[j]));
                 }
             }
             if (Store::kTurned) {
@@ -384,7 +400,7 @@ __device__ __forceinline__ void store_values(int first, int tokens, int kv_head,
         const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
         const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \
         int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps) {                      \
-        turn_heads<Store>(blockIdx.x, gridDim.x, q_heads + 2 * kv_heads, projection, row_stride, query_weight,         \
+        turn_heads<Store, 1>(blockIdx.x, gridDim.x, q_heads + 2 * kv_heads, projection, row_stride, query_weight,      \
                           key_weight, cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values,    \
                           value_scales, pages, query, overflows, q_heads, kv_heads, eps);                              \
     }
@@ -402,13 +418,17 @@ QKV_ROPE(qkv_rope_fp16, HalfStore)
         int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps, int tokens) {          \
         const int runs = gridDim.x - tokens, token = blockIdx.x - runs;                                                \
         if (token < 0) {                                                                                               \
+            if (blockIdx.y > 0) {                                                                                      \
+                take_over();                                                                                           \
+                return;                                                                                                \
+            }                                                                                                          \
             const int skipped = max(read_here(slots), 0) % kRun;                                                       \
             store_values<Store>(static_cast<int>(blockIdx.x) / kv_heads * kRun - skipped, tokens,                      \
                                 blockIdx.x % kv_heads, projection, row_stride, slots, values, value_scales, pages,     \
                                 overflows, q_heads, kv_heads);                                                         \
             return;                                                                                                    \
         }                                                                                                              \
-        turn_heads<Store>(token, tokens, q_heads + kv_heads, projection, row_stride, query_weight, key_weight,         \
+        turn_heads<Store, kMany>(token, tokens, q_heads + kv_heads, projection, row_stride, query_weight, key_weight,  \
                           cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values, value_scales,  \
                           pages, query, overflows, q_heads, kv_heads, eps);                                            \
     }

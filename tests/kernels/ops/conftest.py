@@ -24,6 +24,7 @@ REPLACED = (
     "warp_product.cuh",
     "shared.cuh",
     "bulk.cuh",
+    "cluster.cuh",
 )  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
@@ -73,6 +74,7 @@ class Emulated:
     def __init__(self, library: ctypes.CDLL, arch: str, parameters: dict[str, list[str]] | None = None) -> None:
         self._library = library
         self.arch = arch
+        self.clusters = arch == "sm_90"
         self.parameters = parameters or {}
         self.fresh: list[torch.Tensor] = []
         self.early: dict[str, set[str]] = {}
@@ -85,7 +87,9 @@ class Emulated:
         arguments: tuple[Any, ...],
         shared_bytes: int = 0,
         overlap: bool = False,
+        cluster: int = 1,
     ) -> None:
+        self._library.cluster_of(cluster)
         slots = b"".join(_slot(argument) for argument in arguments)
         inside = [
             (place, tensor)
