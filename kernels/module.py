@@ -77,7 +77,12 @@ def counted_launches() -> Iterator[Counter[str]]:
 
 
 class Module:
-    """The kernels of one source on one device, loaded into the context that torch uses. `arch`: what was loaded."""
+    """The kernels of one source on one device, loaded into the context that torch uses.
+
+    arch      what was loaded
+    overlaps  whether launches of it may begin before the one before has ended
+    clusters  whether its blocks may reach each other's shared memory
+    """
 
     def __init__(self, source: str, device: int, arches: list[str], defines: tuple[str, ...] = ()) -> None:
         """Load the first of `arches` that can be had. Raises EnvironmentFault if compiler, driver or card cannot."""
@@ -99,7 +104,7 @@ class Module:
         self._shared: dict[str, int] = {}
         self._configs: dict[tuple[int, ...], Any] = {}
         self.clusters = self.arch.startswith("sm_") and int(self.arch[3:]) >= CLUSTERS
-        self._overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
+        self.overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
 
     def launch(
         self,
@@ -114,8 +119,8 @@ class Module:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
         `shared_bytes`: dynamic shared memory a block, above 48 KB too. `overlap`: within `overlapping`, where card and code can,
-        it begins before the launch before it has ended; the kernel must call `await_previous` on every way to its end. `cluster`: so
-        many blocks in a row run at once, where the code can (`clusters`).
+        it begins before the launch before it has ended; the kernel must call `await_previous` on every way to its end.
+        `cluster`: so many blocks in a row run at once, where the code can (`clusters`).
         Raises EnvironmentFault if the driver refuses.
         """
         stream, parameters = current_stream(self._device), Parameters(arguments)
@@ -125,7 +130,7 @@ class Module:
         if elsewhere:
             self._call("cuCtxPushCurrent", self._context)
         try:
-            overlap = overlap and self._overlaps and _overlapping.get()
+            overlap = overlap and self.overlaps and _overlapping.get()
             if overlap or cluster > 1:
                 config = self._configured(grid, threads, shared_bytes, overlap, cluster)
                 config.hStream = stream

@@ -39,7 +39,18 @@ _POOL = {"keys", "key_scales", "values", "value_scales"}  # pages that are older
 EARLY_READS = {
     "attention": {"tables", "counts", "starts", "firsts", *_POOL},
     "attention_merge": {"positions", "gate"},
-    "delta_decode": {"lanes", "counts", "firsts", "accepted", "turns", "weight", "a_log", "dt_bias", "state", "rows"},
+    "delta_decode_apart": {
+        "lanes",
+        "counts",
+        "firsts",
+        "accepted",
+        "turns",
+        "weight",
+        "a_log",
+        "dt_bias",
+        "state",
+        "rows",
+    },
     "rms_norm": {"weight"},
     "gated_rms_norm": {"weight"},
     "gated_rms_norm_many": {"weight"},
@@ -50,8 +61,7 @@ EARLY_READS = {
     "mailbox_gather": set(),
 }
 EARLY_READS["qkv_rope_many"] = EARLY_READS["qkv_rope"]
-EARLY_READS["delta_decode_apart"] = EARLY_READS["delta_decode"]
-EARLY_WRITES = {name: {"state", "rows"} for name in ("delta_decode", "delta_decode_apart")}  # what it alone keeps
+EARLY_WRITES = {"delta_decode_apart": {"state", "rows"}}  # what it alone keeps
 
 
 class Early(ctypes.Structure):
@@ -74,7 +84,7 @@ class Emulated:
     def __init__(self, library: ctypes.CDLL, arch: str, parameters: dict[str, list[str]] | None = None) -> None:
         self._library = library
         self.arch = arch
-        self.clusters = arch == "sm_90"
+        self.overlaps = self.clusters = arch == "sm_90"
         self.parameters = parameters or {}
         self.fresh: list[torch.Tensor] = []
         self.early: dict[str, set[str]] = {}

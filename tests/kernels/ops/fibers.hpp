@@ -206,7 +206,6 @@ inline unsigned half_bits(float value) {
 inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 inline void await_previous() { fibers[running].awaited = true; }
 inline void admit_next() {}
-inline void admit_next_after_writes() {}
 inline void take_over() { await_previous(); }
 inline float fast_inverse(float value) { return 1.0f / value; }
 inline float fast_inverse_root(float value) { return 1.0f / std::sqrt(value); }
