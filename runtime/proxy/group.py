@@ -224,8 +224,10 @@ class RankGroup:
         if (cards := plan.cards) is not None:
             options = replace(options, pages=cards.pages)
             if cards.uuids:  # every rank sees all the cards in use, and no others, in rank order: peers must be visible
-                environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.uuids)}
-                options = replace(options, device=f"cuda:{rank}", cpus=",".join(map(str, cards.near[rank])))
+                environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.visible)}
+                options = replace(
+                    options, device=f"cuda:{cards.place(rank)}", cpus=",".join(map(str, cards.near[rank]))
+                )
         for door in DOORS:  # a door opens once: the restarted ranks must be able to serve
             environment.pop(door, None)
             if ordered := of_start(door, self._start):
