@@ -121,6 +121,7 @@ def family_line(row: FamilyRow) -> str:
 
 def _check_all_is_read(args: argparse.Namespace) -> None:
     """Raises InputError for an option that what is to be measured does not read."""
+    unread: tuple[str, ...]
     if args.family:
         unread, what = (*_LINEARS, "prefill", "route"), "other families than decode linears (--family)"
     elif args.prefill:
