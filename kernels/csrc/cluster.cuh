@@ -14,10 +14,13 @@ __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// Meetings of all threads of a cluster, each in two halves. A block may be written to from the first one on; the second shows
+// Of every thread, once, in this order: it has begun; all have, so that their blocks may be written to; all have written, and see
 // what was written.
-__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void meet_in_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void begin_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await_beginnings() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void meet_in_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // Into the same place of block `rank`.
 __device__ __forceinline__ void tell(float *shared, float value, int rank) {
@@ -29,7 +32,8 @@ __device__ __forceinline__ void tell(float *shared, float value, int rank) {
 #else
 __device__ __forceinline__ int cluster_blocks() { return 1; }
 __device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ void arrive_in_cluster() {}
+__device__ __forceinline__ void begin_in_cluster() {}
+__device__ __forceinline__ void await_beginnings() {}
 __device__ __forceinline__ void meet_in_cluster() { __syncthreads(); }
 __device__ __forceinline__ void tell(float *shared, float value, int) { *shared = value; }
 #endif

@@ -23,15 +23,14 @@ struct OneBlock {
 // Those of a cluster's blocks, in the order of one block that were as long: same sums, same bits.
 struct Cluster {
     int rank, blocks;
-    __device__ __forceinline__ Cluster() : rank(cluster_rank()), blocks(cluster_blocks()) { arrive_in_cluster(); }
+    __device__ __forceinline__ Cluster() : rank(cluster_rank()), blocks(cluster_blocks()) { begin_in_cluster(); }
     __device__ __forceinline__ int thread() const { return rank * blockDim.x + threadIdx.x; }
     __device__ __forceinline__ int threads() const { return blocks * blockDim.x; }
     __device__ __forceinline__ void share(float *scratch, float part) const {
-        meet_in_cluster(); // all blocks have begun
+        await_beginnings();
         if (threadIdx.x % 32 < blocks) {
             tell(scratch + thread() / 32, part, threadIdx.x % 32);
         }
-        arrive_in_cluster();
         meet_in_cluster();
     }
 };

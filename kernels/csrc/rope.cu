@@ -223,16 +223,16 @@ __device__ __forceinline__ int staged_all(float (&v)[kOwn]) {
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
 // positions: [3, T] (time, height, width); axes: [32], the axis of each pair; cosines, sines: FP32 [table_rows, 32].
 // slots: [T], page * 64 + offset; outside of the pool (-1): nothing is written. query: fp16 [T, q_heads, 256].
-// A warp takes kEach of `heads` heads of a token, which it asks for at once. Grid: (blocks before the first token's and T, heads /
+// A warp takes kEach of a token's heads, those of values too or not, which it asks for at once. Grid: (blocks before the first token's and T, heads /
 // (warps * kEach) rounded up).
-template <class Store, int kEach>
-__device__ __forceinline__ void turn_heads(int token, int tokens, int heads, const float *projection, int row_stride,
+template <class Store, int kEach, bool kValues>
+__device__ __forceinline__ void turn_heads(int token, int tokens, const float *projection, int row_stride,
                                            const float *query_weight, const float *key_weight, const float *cosines,
                                            const float *sines, int table_rows, const int *positions, const int *axes,
                                            const int *slots, void *keys, unsigned short *key_scales, void *values,
                                            unsigned short *value_scales, int pages, unsigned short *query,
                                            int *overflows, int q_heads, int kv_heads, float eps) {
-    const int lane = threadIdx.x % 32, step = kThreads / 32;
+    const int lane = threadIdx.x % 32, step = kThreads / 32, heads = q_heads + (kValues ? 2 : 1) * kv_heads;
     const int first = blockIdx.y * step * kEach + threadIdx.x / 32;
     const float *row = projection + static_cast<size_t>(token) * row_stride;
 
@@ -300,7 +300,7 @@ __device__ __forceinline__ void turn_heads(int token, int tokens, int heads, con
             in[next - 1][0] = in[next][0];
             in[next - 1][1] = in[next][1];
         }
-        const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
+        const bool is_query = head < q_heads, is_value = kValues && head >= q_heads + kv_heads;
         if (!is_value) {
             if (i > 0 && head >= q_heads && head - step < q_heads) {
                 load_weights(head); // the first key
@@ -400,7 +400,7 @@ __device__ __forceinline__ void store_values(int first, int tokens, int kv_head,
         const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
         const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \
         int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps) {                      \
-        turn_heads<Store, 1>(blockIdx.x, gridDim.x, q_heads + 2 * kv_heads, projection, row_stride, query_weight,      \
+        turn_heads<Store, 1, true>(blockIdx.x, gridDim.x, projection, row_stride, query_weight,                        \
                           key_weight, cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values,    \
                           value_scales, pages, query, overflows, q_heads, kv_heads, eps);                              \
     }
@@ -428,7 +428,7 @@ QKV_ROPE(qkv_rope_fp16, HalfStore)
                                 overflows, q_heads, kv_heads);                                                         \
             return;                                                                                                    \
         }                                                                                                              \
-        turn_heads<Store, kMany>(token, tokens, q_heads + kv_heads, projection, row_stride, query_weight, key_weight,  \
+        turn_heads<Store, kMany, false>(token, tokens, projection, row_stride, query_weight, key_weight,               \
                           cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values, value_scales,  \
                           pages, query, overflows, q_heads, kv_heads, eps);                                            \
     }

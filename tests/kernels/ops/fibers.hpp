@@ -98,6 +98,7 @@ template <class T> T stream(const T *address) { return read(address); }
 template <class T> T read_here(const T *address) { return read(address); }
 template <class T> T __ldg(const T *address) { return read(address); }
 template <class T> T __ldcs(const T *address) { return read(address); }
+inline void bring_near(const float *address) { read(address); }
 template <class T> void write(T *address, T value) {
     if (inside(address, sizeof(T), early.written)) {
         *address = value;
@@ -376,7 +377,8 @@ static int cluster = 1;
 extern "C" void cluster_of(int blocks) { cluster = blocks; }
 inline int cluster_blocks() { return cluster; }
 inline int cluster_rank() { return blockIdx.x % cluster; }
-inline void arrive_in_cluster() {}
+inline void begin_in_cluster() {}
+inline void await_beginnings() {}
 inline void meet_in_cluster() { wait(cluster_barrier); }
 inline void tell(float *shared, float value, int rank) {
     if (rank == cluster_rank()) {
