@@ -14,7 +14,9 @@ from .launch_record import Call
 
 Window = tuple[Call, ...]
 ABOUT = 0.05  # of bytes: the same size; passes of a round stand a few tokens apart
-LEAST = 0.93  # of the sum of their times alone: what two or three launches in turn take at least, as these vary a little
+LEAST = (
+    0.93  # of the sum of their times alone: what two or three launches in turn take at least, as these vary a little
+)
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,16 @@ _REPEATS = 9  # of an edge's graphs, of which there are many
 @dataclass(frozen=True)
 class Amounts:
     """Of a graph. `pool`: bytes that it reads at least, `most`: of copies of one call; `warm`: calls of what lies in the
-    second-level cache in a round too; `exchanges`: calls of one."""
+    second-level cache in a round too; `exchanges`: calls of one; `telling`: times are a card's, impossible ones are refused."""
 
     pool: int = 3 << 29
     most: int = 24 << 30
     warm: int = 96
     exchanges: int = 64
+    telling: bool = True
 
 
-TO_TRY = Amounts(1, 1, 2, 2)  # without a card
+TO_TRY = Amounts(1, 1, 2, 2, telling=False)  # without a card
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,9 @@ def measure_subject(
     """Every call of the subject's rounds that `found` does not have, their edges, and a chain at the first depth."""
     exchanging = together is not None
     amounts = subject.amounts
-    alone = found.alone if subject.device.type == "cuda" else lambda call: None  # a host's times prove nothing
     edges = Edges(
         partial(_queued, subject, costs), amounts.pool, amounts.most, amounts.warm, together, found.edges,
-        alone=alone, refused=found.refused,
+        alone=found.alone if amounts.telling else lambda call: None, refused=found.refused,
     )  # fmt: skip
     for number, calls in enumerate(subject.rounds()):
         mine = [call for call in calls if exchanging or not call.is_exchange]
@@ -201,7 +201,7 @@ def measure_subject(
         if subject.wanted.overlap:  # what is called between rounds has no place among them
             edges.saved(windows([call for call in mine if call.op not in LONE]))
         if number == 0 and (chain := _chain(subject, mine, found, costs, edges)) is not None:
-            if chain.fault and subject.device.type == "cuda":
+            if chain.fault and amounts.telling:
                 found.refused.append(f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}")
             else:
                 found.chains.append(chain)
