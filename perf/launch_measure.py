@@ -273,7 +273,7 @@ def _chain(subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, 
     timings = [subject.timed(launches, together=edges.together, overlap=way) for way in ways]
     del rows, launches
     _release(subject.device)
-    alone = [seconds for call in inside if (seconds := found.alone(call)) is not None]
+    alone = [known for call in inside if (known := found.alone(call)) is not None]
     if any(timing.dry for timing in timings) or len(alone) < len(inside):
         return None
     seconds = [_without_start(timing, count * len(inside), costs) * len(inside) for timing in timings]
