@@ -17,6 +17,7 @@ from . import (
     linear,
     logprobs,
     norm,
+    plain_attention,
     prefill,
     prefill_attention,
     rope,
@@ -47,6 +48,8 @@ class Ops:
     qkv_rope: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
     prefill_attention: Callable[..., Tensor]
+    plain_attention: Callable[..., Tensor]
+    plain_prefill_attention: Callable[..., Tensor]
     delta_decode: Callable[..., Tensor]
     delta_prefill: Callable[..., Tensor]
     decide: Callable[..., Drawn]
@@ -71,6 +74,8 @@ cuda_ops = Ops(
     qkv_rope=rope.qkv_rope,
     decode_attention=attention.decode_attention,
     prefill_attention=prefill_attention.prefill_attention,
+    plain_attention=plain_attention.plain_attention,
+    plain_prefill_attention=plain_attention.plain_prefill_attention,
     delta_decode=delta.delta_decode,
     delta_prefill=delta.delta_prefill,
     decide=sampling.decide,
@@ -94,6 +99,8 @@ torch_ops = Ops(
     qkv_rope=rope.qkv_rope_reference,
     decode_attention=attention.decode_attention_reference,
     prefill_attention=prefill_attention.prefill_attention_reference,
+    plain_attention=attention.decode_attention_reference,
+    plain_prefill_attention=prefill_attention.prefill_attention_reference,
     delta_decode=delta.delta_decode_reference,
     delta_prefill=delta.delta_prefill_reference,
     decide=sampling.decide_reference,
@@ -106,7 +113,7 @@ torch_ops = Ops(
 
 SOURCES = (
     *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
-    *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
+    *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE, plain_attention.SOURCE),
     *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 

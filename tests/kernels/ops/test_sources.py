@@ -14,6 +14,7 @@ from .support import FORBIDDEN
 
 SOURCES = (
     "attention",
+    "attention_plain",
     "attention_prefill",
     "delta",
     "delta_apart",
