@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import (
     attention,
+    candidates,
     delta,
     delta_chunks,
     linear,
@@ -57,6 +58,8 @@ class Ops:
     round_rows: Callable[..., None]
     round_advance: Callable[..., None]
     scatter_logits: Callable[..., Tensor]
+    candidates: Callable[..., Tensor]
+    spread: Callable[..., Tensor]
 
 
 cuda_ops = Ops(
@@ -83,6 +86,8 @@ cuda_ops = Ops(
     round_rows=round.round_rows,
     round_advance=round.round_advance,
     scatter_logits=round.scatter_logits,
+    candidates=candidates.candidates,
+    spread=candidates.spread,
 )
 torch_ops = Ops(
     embed=norm.embed_reference,
@@ -108,13 +113,15 @@ torch_ops = Ops(
     round_rows=round.round_rows_reference,
     round_advance=round.round_advance_reference,
     scatter_logits=round.scatter_logits_reference,
+    candidates=candidates.candidates_reference,
+    spread=candidates.spread_reference,
 )
 
 
 SOURCES = (
     *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
     *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE, plain_attention.SOURCE),
-    *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
+    *(sampling.DISTRIBUTING, sampling.DECIDING, candidates.SOURCE, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 
 

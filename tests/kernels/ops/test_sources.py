@@ -27,7 +27,7 @@ SOURCES = (
     "round",
     "sampling",
 )
-SOURCES += ("speculation", "staging")
+SOURCES += ("candidates", "speculation", "staging")
 
 
 @pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])
