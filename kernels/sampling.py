@@ -55,8 +55,8 @@ def decide(
     logits float32 [R, V], rows may stand apart. `into` receives the rows' distributions. `draft_rows`: those that drafts
     were drawn from, for `decision.sources`. `purpose` DRAFT and `counted` False draw a draft; `counted` adds the tokens to
     the lanes' histories. `progress`, of the delta rule, is advanced. mask int32 [R, V / 32 rounded up], a bit an id, the
-    lowest first: ids without theirs cannot come; at least one must. A draft's logits may be minus infinity, with `sparse` any may:
-    of ids that cannot come (kernels/candidates.py). `drawn`: where the result goes.
+    lowest first: ids without theirs cannot come; at least one must. Minus infinity is a logit of an id that cannot come: for
+    a draft, and for any row with `sparse` (kernels/candidates.py). `drawn`: where the result goes.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from duovolt.kernels.candidates import CANDIDATES
+from duovolt.kernels.module import PORTABLE, forced_arch
 from duovolt.model.inventory import HEAD
 from duovolt.runtime.messages import SamplingParams
 from duovolt.runtime.parallel.device import CpuDeviceCollective
 
-from ..support.cuda_models import TEXT, Encoded, cuda_engine, cut_weights, mixture, with_draft_head
+from ..support.cuda_models import TEXT, Encoded, cuda_engine, cut_weights, mixture, moved, with_draft_head
 
 PROMPT = [5, 77, 3, 150, 9, 9, 42, 101, 7, 20, 64, 33]
 SHARE = TEXT["vocab_size"] // 2  # columns of a rank's logits
@@ -21,6 +22,20 @@ CUT = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=11, presence_pen
 SHIFTED = SamplingParams(temperature=0, repetition_penalty=1.4, logit_bias={3: 4.0, 158: 3.5})
 FROM_FEW = [GREEDY, CUT, SHIFTED]
 FROM_ALL = [DRAWN, msgspec.structs.replace(CUT, top_k=CANDIDATES + 1), msgspec.structs.replace(GREEDY, logprobs=1)]
+
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+PLACES = ["cpu", pytest.param("native", marks=needs_gpu), pytest.param("portable", marks=needs_gpu)]
+
+
+@pytest.fixture(params=PLACES)
+def device(request):
+    """The CPU, or a card with its own build or with what a V100 gets."""
+    if request.param != "portable":
+        yield torch.device("cpu" if request.param == "cpu" else "cuda:0")
+        return
+    with forced_arch(PORTABLE):
+        yield torch.device("cuda:0")
 
 
 class Listening(CpuDeviceCollective):
@@ -97,14 +112,48 @@ def test_lanes_of_both_kinds_and_a_broken_head(tools, source, broken):
     assert set(on[1]) == ({"error"} if broken else {"length"})
 
 
+class Lone:
+    """Rank 0 of two whose twin adds nothing to sums and has no token that could be drawn. On any device, to be captured."""
+
+    rank, size, name, halves = 0, 2, "lone", False
+
+    def __init__(self) -> None:
+        self.columns: set[int] = set()
+
+    def reduce(self, part, out) -> None:
+        out.copy_(part)
+
+    reduce_large = reduce
+
+    def gather(self, part, out) -> None:
+        columns = part.shape[1]
+        self.columns.add(columns)
+        out[:, :columns] = part
+        out[:, columns:] = -1.0 if columns == 2 * CANDIDATES else -1e30
+
+    def check(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("params", FROM_FEW)
+def test_a_split_head_in_captured_rounds(tools, source, device, params):
+    """On a card the kernels, replayed and one by one; here their references."""
+    ask, runs = tools.request(1, PROMPT, 12, sampling=params), []
+    for head_split, graphs in ((False, True), (True, True), (True, False)):
+        link = Lone()
+        weights = moved(cut_weights(tools.cut(source, 2, 0)), device)
+        engine = cuda_engine(weights, link, drafts=2, head_split=head_split, graphs=graphs)
+        runs.append(tools.drive(engine, ask))
+        assert link.columns == {2 * CANDIDATES if head_split else SHARE}
+        assert (len(engine.executor._graphs) > 0) == (graphs and device.type == "cuda")
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens and len(runs[0].tokens[1]) == 12
+    assert runs[0].records == runs[1].records == runs[2].records
+
+
 def test_a_rank_with_the_whole_head_gathers_nothing(tools, source):
     assert cuda_engine(cut_weights(source), head_split=True).executor.facts["head_split"] == "none"
 
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=needs_gpu)])
 def test_plain_attention(tools, source, device):
     """On a card another kernel, with the same bits in graphs and without, whatever is drafted; here both are the reference."""
     encoded = Encoded(source, mixture)

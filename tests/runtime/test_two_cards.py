@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from duovolt.convert.pipeline import convert
-from duovolt.convert.recipe import load_recipe
 from duovolt.runtime.parallel.choice import choose
 from duovolt.runtime.parallel.faults import LINK_DOOR
-from duovolt.shard.split import shard
 
 from .conftest import Server, running
 
-TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 START_SECONDS = 100.0  # cards are looked at, ways tried, kernels loaded, or built where they were not before
 Start = Callable[..., Server]
 pytestmark = [
@@ -33,17 +29,8 @@ CARDS = ("--backend", "cuda", "--devices", "0,1", "--max-context", "4096", "--la
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cards")
-    convert(TINY, folder / "converted", load_recipe("v100"), 1, lambda count: None)
-    for size in (1, 2):
-        shard(folder / "converted", folder / f"ranks-{size}", size)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def two(ranks: Path) -> Iterator[Server]:
-    yield from running(ranks / "ranks-2", *CARDS, seconds=START_SECONDS)
+def two(tiny: Path) -> Iterator[Server]:
+    yield from running(tiny / "ranks-2", *CARDS, seconds=START_SECONDS)
 
 
 def started(start_server: Start, *arguments: str | Path, **environment: str) -> Server:
@@ -87,8 +74,8 @@ def test_a_broken_link_ends_in_the_slower_path(monkeypatch: pytest.MonkeyPatch, 
     assert words in str(made)
 
 
-def test_two_cards_give_the_reference_s_answer(two: Server, ranks: Path, start_server: Start) -> None:
-    reference = start_server(ranks / "ranks-1", "--backend", "reference", "--max-context", "512", "--drafts", "0")
+def test_two_cards_give_the_reference_s_answer(two: Server, tiny: Path, start_server: Start) -> None:
+    reference = start_server(tiny / "ranks-1", "--backend", "reference", "--max-context", "512", "--drafts", "0")
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 24}
     found, wanted = (ask(server, "/v1/chat/completions", body) for server in (two, reference))
     assert found["choices"][0]["message"] == wanted["choices"][0]["message"]
@@ -131,23 +118,23 @@ def test_long_prompts_and_kept_prefixes(two: Server) -> None:
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 2900
 
 
-def test_a_server_goes_the_slower_way_where_the_link_is_broken(ranks: Path, start_server: Start, two: Server) -> None:
-    server = started(start_server, ranks / "ranks-2", *CARDS, **{LINK_DOOR: "ipc=0:300:drop"})
+def test_a_server_goes_the_slower_way_where_the_link_is_broken(tiny: Path, start_server: Start, two: Server) -> None:
+    server = started(start_server, tiny / "ranks-2", *CARDS, **{LINK_DOOR: "ipc=0:300:drop"})
     assert "ipc not used" in server.log and "collective=host" in server.log
     assert text(server, "Hello", 100) == text(two, "Hello", 100)
 
 
 @pytest.mark.parametrize("way", ["host", "nccl"])
-def test_the_other_ways_serve_too(ranks: Path, start_server: Start, two: Server, way: str) -> None:
+def test_the_other_ways_serve_too(tiny: Path, start_server: Start, two: Server, way: str) -> None:
     """The same bits whatever the way, so the same text."""
-    server = started(start_server, ranks / "ranks-2", *CARDS, "--collective", way)
+    server = started(start_server, tiny / "ranks-2", *CARDS, "--collective", way)
     assert f"collective={way}" in server.log
     assert text(server, "Once upon a time", 100) == text(two, "Once upon a time", 100)
 
 
-def test_one_card_and_two_score_a_text_alike(ranks: Path, start_server: Start, two: Server) -> None:
+def test_one_card_and_two_score_a_text_alike(tiny: Path, start_server: Start, two: Server) -> None:
     """R11: sums in another order, so other last digits, and no more."""
-    one = started(start_server, ranks / "ranks-1", "--backend", "cuda", "--max-context", "4096")
+    one = started(start_server, tiny / "ranks-1", "--backend", "cuda", "--max-context", "4096")
     body = {
         "prompt": "Once upon a time there was a small house by the sea.",
         "max_tokens": 1,

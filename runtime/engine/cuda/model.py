@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ....checkpoint.errors import InputError
 from ....kernels import reference
-from ....kernels.linear import MAX_TOKENS
 from ....kernels.candidates import CANDIDATES
+from ....kernels.linear import MAX_TOKENS
 from ....kernels.ops import Ops
 from ....kernels.sampling_state import Decision
 from ....kernels.weights import Weight

@@ -64,7 +64,8 @@ def check_answers(device: torch.device, cases: list[Case] | None = None) -> list
 
 
 def all_cases() -> list[Case]:
-    """Every encoding of the linears, the fused gate, both caches in both ways, the delta rule, the norm; of a prompt's chunk, too."""
+    """Every encoding of the linears, the fused gate, both caches, both ways of attention, the delta rule, the norm; of a
+    prompt's chunk, too."""
     cases = [
         _pair(f"linear {encoding}", partial(_multiply, encoding), linear, linear_reference)
         for encoding in ("nvfp4", "fp8", "fp8_blocks", "half")
