@@ -10,18 +10,6 @@
 constexpr int kThreads = 2 * 32 * kWarps;
 enum Meeting { kBoth = 1, kHolding }; // barriers beside that of __syncthreads
 
-// Which half of a lane's rows is read, and how many, is known a trip to memory later: the first rows of both halves come nearer
-// meanwhile, a line of the block's channels a thread.
-__device__ __forceinline__ void bring_rows_near(const float *rows, const Head &own, int lane_index, int all_lanes) {
-    constexpr int kNear = kKept + 4, kLine = 32, kLines = kHead / kLine; // of a query and of a key; a value's part is one
-    const int line = threadIdx.x % 16, row = threadIdx.x / 16, lane = threadIdx.x % 32;
-    if (line <= 2 * kLines && row < 2 * kNear) {
-        const int channel = line == 2 * kLines ? own.value - lane
-                                               : (line < kLines ? own.query : own.key) - 4 * lane + line % kLines * kLine;
-        bring_near(rows_of(rows, row / kNear, all_lanes, lane_index, own.width) + row % kNear * own.width + channel);
-    }
-}
-
 // Arguments as of `delta_decode`. The next launch may begin once this one has waited, and must not be of the same layer: nothing
 // fences what is kept for the next round.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
@@ -43,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         expect_landings(&landing);
         copy_bulk(held, walk.place(state, own, guess), sizeof held, &landing);
     }
-    bring_rows_near(rows, own, guess, all_lanes);
     const Called called(all_lanes, lanes, accepted, turns, counts, firsts, lane);
     const Taps taps(own, weight, a_log, dt_bias);
     if (called.lane < 0) {

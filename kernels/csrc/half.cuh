@@ -35,11 +35,6 @@ __device__ __forceinline__ void add(int *address, int value) { atomicAdd(address
 // Reads that pass once and should not push other data out of the caches.
 template <class T> __device__ __forceinline__ T stream(const T *address) { return __ldcs(address); }
 
-// On its way into the second-level cache.
-__device__ __forceinline__ void bring_near(const float *address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // Where launches overlap (sm_90 and newer, `overlap` of a launch): `await_previous` returns when all launches before have
 // ended and what they wrote can be read; `admit_next` lets the next one begin. Until a kernel has waited it may only read
 // weights, tables and what it alone keeps, and only write the latter; behind a `take_over`, which admits after it has waited,

@@ -11,10 +11,7 @@ constexpr bool kOverlaps = true; // the projection is asked for behind the launc
 constexpr bool kOverlaps = false;
 #endif
 constexpr int kRun = 16;        // positions that stand side by side in a page, of an int8 value; two such runs of fp16
-#ifndef MANY
-#define MANY 2
-#endif
-constexpr int kMany = MANY; // heads a warp, of many tokens
+constexpr int kMany = 2;        // heads a warp, of many tokens
 constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
 
 __device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }

@@ -98,7 +98,6 @@ template <class T> T stream(const T *address) { return read(address); }
 template <class T> T read_here(const T *address) { return read(address); }
 template <class T> T __ldg(const T *address) { return read(address); }
 template <class T> T __ldcs(const T *address) { return read(address); }
-inline void bring_near(const float *address) { read(address); }
 template <class T> void write(T *address, T value) {
     if (inside(address, sizeof(T), early.written)) {
         *address = value;
