@@ -135,7 +135,7 @@ def spread(shared_bytes: int, blocks: int, multiprocessors: int, most: int, in_a
     """Dynamic shared memory of a block that lets a multiprocessor hold no more blocks of a launch than an even share.
 
     A launch that begins before the one before has ended finds room wherever that one ends first, and would pile its blocks up
-    there: three on a multiprocessor, and none on another. `most`: bytes that a block may have; `in_all`: that a multiprocessor has.
+    there: three on a multiprocessor, and none on another. `most`: bytes that a block may have; `in_all`: a multiprocessor.
     """
     share = -(-blocks // multiprocessors)
     wanted = in_all // (share + 1) - _RESERVED_BYTES + 1  # of which one more does not fit
