@@ -48,15 +48,14 @@ MOST_WIDE = 4096
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How linears, the delta rule and exchanges run on one card.
+    """How linears and exchanges run on one card.
 
     `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band;
     `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that share all items of a
     launch; 0 for a block an item, but `PAIR_BLOCKS` for gate and up side by side. `rows` of an item of nvfp4 or fp8 on sm_80
     and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`: what is left out to see
     what the rest costs, with wrong results.
-    `delta`: the form of the decoding delta rule; `early`: what lets the next launch of a round begin before it has ended
-    (docs/kernels.md).
+    `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
     24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
@@ -69,8 +68,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Literal[0, 16, 32] = 0
     half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
     mixed_stages: int = MIXED_STAGES
-    delta: Literal["together", "apart"] = "together"
-    early: frozenset[Literal["delta", "exchange"]] = frozenset()
+    early: frozenset[Literal["exchange"]] = frozenset()
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
     overlap_dequantising: bool = False

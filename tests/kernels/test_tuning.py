@@ -16,8 +16,8 @@ def own_cache(tmp_path, monkeypatch):
 def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
     first, second = (
-        Choice(STAGES | {"fp8": 5}, rows=0, delta="apart"),
-        Choice(blocks_a_sm=2, early=frozenset({"exchange", "delta"})),
+        Choice(STAGES | {"fp8": 5}, rows=0),
+        Choice(blocks_a_sm=2, early=frozenset({"exchange"})),
     )
     tuning.store("one card", first)
     path = tuning.store("another", second)
@@ -37,7 +37,6 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"wide_up_to": 5000}}',
         '{"card": {"wide_from": 0}}',
         '{"card": {"unknown": 1}}',
-        '{"card": {"delta": "twice"}}',
         '{"card": {"early": ["norm"]}}',
         '{"card": {"rows": 8}}',
         '{"card": {"half_stages": {"nvfp4": 3}}}',
@@ -141,7 +140,7 @@ def test_default_rings_fit_every_card_that_has_them():
     ("chosen", "words"),
     [
         (Choice(), "plain"),
-        (Choice(rows=16, blocks_a_sm=2, delta="apart"), "plain"),  # these change no bit
+        (Choice(rows=16, blocks_a_sm=2), "plain"),  # these change no bit
         (Choice(wide_up_to=256), "wide:49-256"),
         (Choice(wide_from=25, wide_up_to=96, overlap_dequantising=True), "wide:25-96,beside"),
     ],

@@ -12,9 +12,7 @@ from duovolt.cli.main import main
 from duovolt.kernels import checks, tuning
 from duovolt.kernels.tuning import HALF_STAGES, STAGES, Choice, choice
 from duovolt.perf import kernel_families, kernels, kernels_tune
-from duovolt.perf.kernel_families import Measurement
 from duovolt.perf.kernels import Case
-from duovolt.perf.kernels_tune import Trial
 
 SMALL = (
     Case("attention in", (("fp8", 64, 32), ("fp8", 32, 32))),
@@ -39,8 +37,6 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("duovolt.cli.bench_kernels.choice", lambda device: Choice())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
-    layers = [Measurement(f"delta rule and neighbours, {how}", 1, [int]) for how in ("in turn", "overlapping")]
-    monkeypatch.setattr(kernels_tune, "neighbours", lambda device: iter(layers))
     monkeypatch.setattr("duovolt.perf.prompts_tune.for_prompts", lambda chosen, device, tell: chosen)
     monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
 
@@ -76,7 +72,9 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
     names = []
 
     class Recorder:
-        def launch(self, name, *arguments):
+        overlaps = clusters = False
+
+        def launch(self, name, *arguments, **how):
             names.append(name)
 
     monkeypatch.setattr(checks, "module_on", lambda source, device: Recorder())
@@ -96,26 +94,6 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
     assert runs[0] == ["rms_norm", "linears", "delta_decode", "gated_rms_norm", "linear"]
     assert runs[4] == ["rms_norm", "linears", "qkv_rope_int8", "linear"]
     assert [len(run) for run in runs[:8]] == [5, 4, 5, 4, 4, 3, 4, 3] and runs[:8] == runs[8:16]
-
-
-@pytest.mark.parametrize(("capability", "early"), [((9, 0), {"delta", "exchange"}), ((7, 0), {"exchange"})])
-def test_tune_finds_the_form_of_the_delta_rule(monkeypatch, capability, early):
-    """By a layer of launches as in a round; exchanges stay as they were chosen."""
-
-    def clock(calls, overlap=False) -> float:
-        now = choice_now()
-        assert "exchange" in now.early
-        return (20 - 2 * (now.delta == "apart") - ("delta" in now.early)) * 1e-6
-
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    monkeypatch.setattr(kernels_tune, "time_graph", clock)
-    lines: list[str] = []
-    with tuning.using(Choice(early=frozenset({"exchange"}))):
-        found = kernels_tune.with_delta(
-            Trial(tuning.choice_on(torch.device("cpu")), 5.0), torch.device("cpu"), lines.append
-        )
-    assert found == Trial(Choice(delta="apart", early=frozenset(early)), 5.0)
-    assert len(lines) == 2 * len(early) and "20.00 us" in lines[0]
 
 
 def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
@@ -160,7 +138,7 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
     tuning._stored.cache_clear()
 
 
-def test_tune_asks_an_older_card_only_for_its_blocks_and_the_delta_rule(monkeypatch):
+def test_tune_asks_an_older_card_only_for_its_blocks(monkeypatch):
     tried = []
 
     def clock(calls, overlap=False) -> float:
@@ -170,5 +148,4 @@ def test_tune_asks_an_older_card_only_for_its_blocks_and_the_delta_rule(monkeypa
     monkeypatch.setattr(kernels_tune, "time_graph", clock)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
     assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen == Choice()
-    wanted = [*(Choice(blocks_a_sm=n) for n in (0, 2, 3)), Choice(delta="apart")]
-    assert set(map(repr, tried)) == set(map(repr, wanted))
+    assert set(map(repr, tried)) == {repr(Choice(blocks_a_sm=n)) for n in (0, 2, 3)}
