@@ -96,6 +96,16 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
     assert [len(run) for run in runs[:8]] == [5, 4, 5, 4, 4, 3, 4, 3] and runs[:8] == runs[8:16]
 
 
+def test_families_overlap_if_asked(monkeypatch, capsys):
+    one = kernel_families.Measurement("decode", 10**6, [int])
+    monkeypatch.setitem(kernel_families.FAMILIES, "delta", lambda device: iter([one]))
+    monkeypatch.setattr(kernel_families, "time_graph", lambda calls, overlap: 1e-5 if overlap else 2e-5)
+    monkeypatch.setattr(kernel_families, "read_seconds", lambda *size: 1e-5)
+    for words, wanted in (([], "20.00 us  share 0.50"), (["--overlap"], "10.00 us  share 1.00")):
+        assert main(["bench", "kernels", "--family", "delta", *words]) == 0
+        assert wanted in capsys.readouterr().out
+
+
 def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "time_graph", ticking)
     command = ["bench", "kernels", "--tokens", "1", "--only", "down", "--overlap", "--rows", "32", "16", "auto"]
