@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -96,6 +97,7 @@ class Module:
         self._functions: dict[str, Any] = {}
         self._starts: dict[str, int] = {}  # the same as plain numbers
         self._shared: dict[str, int] = {}
+        self._raising = threading.Lock()
         self._configs: dict[tuple[int, ...], Any] = {}
         self._overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
 
@@ -122,8 +124,7 @@ class Module:
             self._call("cuCtxPushCurrent", self._context)
         try:
             if overlap and self._overlaps and _overlapping.get():
-                config = self._overlapped(grid, threads, shared_bytes)
-                config.hStream = stream
+                config = self._overlapped(grid, threads, shared_bytes, stream)
                 function = self._function(name, shared_bytes)
                 self._call("cuLaunchKernelEx", config, function, parameters.address, 0, what=f"launching {name}")
             else:
@@ -148,9 +149,12 @@ class Module:
         finally:
             self._call("cuCtxPopCurrent")
 
-    def _overlapped(self, grid: tuple[int, ...], threads: int, shared_bytes: int) -> Any:
-        """A launch that may begin before its predecessor on the stream has ended; kept, for making one takes its time."""
-        key = (*grid, threads, shared_bytes)
+    def _overlapped(self, grid: tuple[int, ...], threads: int, shared_bytes: int, stream: int) -> Any:
+        """A launch that may begin before its predecessor on the stream has ended; kept, for making one takes its time.
+
+        Never changed once it is kept: another thread may be launching with it.
+        """
+        key = (*grid, threads, shared_bytes, stream)
         if key not in self._configs:
             attribute = self._driver.CUlaunchAttribute()
             attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -159,6 +163,7 @@ class Module:
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
             config.sharedMemBytes = shared_bytes
+            config.hStream = stream
             config.attrs = [attribute]
             config.numAttrs = 1
             self._configs[key] = config
@@ -170,8 +175,10 @@ class Module:
         function = self._functions[name]
         if shared_bytes > self._shared.get(name, 0):  # static and dynamic memory share the 48 KB that need no asking
             limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", function, limit, shared_bytes, what=f"shared memory of {name}")
-            self._shared[name] = shared_bytes
+            with self._raising:  # else another thread's smaller one might come last
+                if shared_bytes > self._shared.get(name, 0):
+                    self._call("cuFuncSetAttribute", function, limit, shared_bytes, what=f"shared memory of {name}")
+                    self._shared[name] = shared_bytes
         return function
 
     def _call(self, function: str, *arguments: Any, what: str = "") -> Any:

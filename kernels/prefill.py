@@ -28,7 +28,7 @@ from .weights import BAND, GROUP, Fp8BlockWeight, HalfWeight, Nvfp4Weight, Weigh
 
 SOURCE = "dequantise.cu"
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
-SCRATCH_BYTES = 96 << 20  # of plain weights at a time, or of the wide linear's partial sums
+SCRATCH_BYTES = 96 << 20  # of plain weights at a time
 _LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
 _LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
@@ -44,7 +44,7 @@ def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
     out = _checked_output(x, weight, out)
     _check_device(x, [weight])
     if _takes_wide(x, weight):
-        wide.multiply(x, [weight], [out], HALF, _workspace(x.device))
+        wide.multiply(x, [weight], [out], HALF)
     elif x.shape[0] <= FEW_TOKENS:
         for first in range(0, x.shape[0], MAX_TOKENS):
             few = slice(first, first + MAX_TOKENS)
@@ -77,7 +77,7 @@ def linear_blocks(
             continue
         for first in range(0, len(alike), MATRICES):
             some = alike[first : first + MATRICES]
-            wide.multiply(x, [one for one, _ in some], [one for _, one in some], FLOAT, _workspace(x.device))
+            wide.multiply(x, [one for one, _ in some], [one for _, one in some], FLOAT)
     for weight, out in left:
         staging.widen(linear_block(x, weight), out, overflows=overflows)
     return outs
@@ -95,7 +95,7 @@ def swiglu_block(x: Tensor, gate: Weight, up: Weight, *, overflows: Tensor | Non
     _check_device(x, [gate, up])
     if gate.encoding == up.encoding and _takes_wide(x, gate):
         out = torch.empty(x.shape[0], gate.shape[0], dtype=torch.float16, device=x.device)
-        wide.multiply(x, [gate, up], [out], SWIGLU, _workspace(x.device), overflows)
+        wide.multiply(x, [gate, up], [out], SWIGLU, overflows=overflows)
         return out
     opened, raised = linear_block(x, gate), linear_block(x, up)
     return staging.silu_product(opened, raised, opened, overflows=overflows)
@@ -140,6 +140,11 @@ class _Piece:
     bands: int
     out: Tensor
 
+    @property
+    def elements(self) -> int:
+        """Plain values, those of rows past the matrix's end too."""
+        return self.bands * BAND * self.weight.shape[1]
+
 
 def _pieces(weights: Sequence[Weight], outs: Sequence[Tensor], elements: int) -> Iterator[_Piece]:
     """Of at most `elements` plain values each, those of a matrix about equal; a band at least."""
@@ -153,34 +158,40 @@ def _pieces(weights: Sequence[Weight], outs: Sequence[Tensor], elements: int) ->
 
 
 def _multiply_plain(x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
-    """By dequantised pieces and the vendor's product, one after the other or side by side."""
-    whole = SCRATCH_BYTES // 2
-    scratch = _scratch(x.device, max(whole, 2 * BAND * x.shape[1]))
-    if not choice(x.device.index).overlap_dequantising:
-        for piece in _pieces(weights, outs, whole):
-            _product(x, piece, _plain(piece, scratch))
+    """By dequantised pieces and the vendor's product, one after the other or side by side.
+
+    Buffers are this call's own: another thread's launches may come between the two of a piece, on this stream or another,
+    and torch's allocator hands memory on only in the order of a stream, or of the graph that is being captured.
+    """
+    beside = choice(x.device.index).overlap_dequantising
+    pieces = list(_pieces(weights, outs, SCRATCH_BYTES // (4 if beside else 2)))
+    elements = max(piece.elements for piece in pieces)
+    buffers = torch.empty(1 + beside, elements, dtype=torch.float16, device=x.device)
+    if not beside:
+        for piece in pieces:
+            _product(x, piece, _plain(piece, buffers[0]))
         return
-    # Two halves in turn: while one is multiplied, the other is filled on a stream of its own.
-    halves = scratch.chunk(2)
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    side.wait_stream(main)  # who used the scratch before
+    # Two buffers in turn: while one is multiplied, the other is filled on a stream of its own.
+    main = torch.cuda.current_stream(x.device)
+    side = _side_stream(x.device, main.cuda_stream)
+    side.wait_stream(main)  # who used the memory before
     multiplied: list[torch.cuda.Event] = []
-    for number, piece in enumerate(_pieces(weights, outs, whole // 2)):
+    for number, piece in enumerate(pieces):
         half_factors(piece.weight)  # may synchronise
         with torch.cuda.stream(side):
             if number >= 2:
                 side.wait_event(multiplied[number - 2])
-            plain = _plain(piece, halves[number % 2])
+            plain = _plain(piece, buffers[number % 2])
             filled = side.record_event()
         main.wait_event(filled)
         _product(x, piece, plain)
         multiplied.append(main.record_event())
 
 
-def _plain(piece: _Piece, scratch: Tensor) -> Tensor:
+def _plain(piece: _Piece, buffer: Tensor) -> Tensor:
     """The piece in fp16, [32 * bands, K]."""
     columns = piece.weight.shape[1]
-    plain = scratch[: piece.bands * BAND * columns].view(-1, columns)
+    plain = buffer[: piece.elements].view(-1, columns)
     dequantise(piece.weight, plain, piece.first, half_factors(piece.weight)[0])
     return plain
 
@@ -238,17 +249,8 @@ def _power(largest: float) -> tuple[float, float]:
 
 
 @functools.cache
-def _scratch(device: torch.device, elements: int) -> Tensor:
-    return torch.empty(elements, dtype=torch.float16, device=device)
-
-
-def _workspace(device: torch.device) -> Tensor:
-    """The scratch buffer as float32."""
-    return _scratch(device, SCRATCH_BYTES // 2).view(torch.float32)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """Where pieces are made for products on `stream`: one of its own, for that one may be in a capture."""
     return torch.cuda.Stream(device)
 
 

@@ -105,17 +105,21 @@ def multiply(
     weights: Sequence[Weight],
     outs: Sequence[Tensor],
     epilogue: int,
-    workspace: Tensor,
+    *,
     overflows: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:
     """x float16 [T, K] times matrices of one encoding, on torch's current stream; arguments as `task` takes them.
 
-    `workspace`: float32 that nothing else uses until the launches have run. `overflows` int32 [T] gains the number of fp16
-    outputs of each token that were cut off at +-65504. Other arguments are checked by kernels/prefill.py.
+    `overflows` int32 [T] gains the number of fp16 outputs of each token that were cut off at +-65504. `workspace`: float32 that
+    nothing else uses until the launches have run, by default memory of the call's own. Other arguments are checked by
+    kernels/prefill.py.
     """
     encoding, groups = weights[0].encoding, x.shape[1] // GROUP
     bands = sum(weight.words.shape[0] for weight in weights)
     cut = plan(encoding, x.shape[0], bands, groups, processors(x.device), widest_on(encoding, x.device))
+    if workspace is None:
+        workspace = torch.empty(cut.partial_elements, device=x.device)
     if cut.partial_elements > workspace.numel():
         raise InputError(
             f"{x.shape[0]} tokens need a workspace of {cut.partial_elements} numbers: there are {workspace.numel()}."
