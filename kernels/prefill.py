@@ -32,7 +32,7 @@ SCRATCH_BYTES = 96 << 20  # of plain weights at a time
 _LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
 _LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
-_COLUMNS_A_BLOCK = 8 * 64  # eight warps, four tiles each
+_WARPS, _TILES_A_WARP = 8, 4  # of a block of the dequantising kernel
 
 
 def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -203,13 +203,11 @@ def _product(x: Tensor, piece: _Piece, plain: Tensor) -> None:
 
 def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> None:
     """Bands from `first_band` on, times scale and factor, to `out` float16 [32 * bands, K]; rows past N become zero."""
-    groups = weight.shape[1] // GROUP
-    blocks = -(-weight.shape[1] // _COLUMNS_A_BLOCK)
+    groups, bands = weight.shape[1] // GROUP, out.shape[0] // BAND
+    blocks = -(-bands * -(-groups // _TILES_A_WARP) // _WARPS)
     module = load(SOURCE, out.device.index)
-    grid = (blocks, out.shape[0] // BAND)
-    module.launch(
-        f"dequantise_{weight.encoding}", grid, 256, (matrix_of(weight), out, groups, first_band, float(factor))
-    )
+    arguments = (matrix_of(weight), out, groups, first_band, bands, float(factor))
+    module.launch(f"dequantise_{weight.encoding}", blocks, 32 * _WARPS, arguments)
 
 
 def half_factors(weight: Weight) -> tuple[float, float]:
