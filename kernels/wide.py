@@ -36,6 +36,7 @@ _BAND_STEP_BYTES = {
 _STAGES = {"nvfp4": 4, "fp8": 3, "fp8_blocks": 3, "half": 2}
 _SMALL = (86, 89, 120, 121)  # compute capabilities whose blocks may have 99 KB: two stages
 _SMALL_STAGES = 2
+_SUM_TOKENS = 8  # of a block of `wide_sum`; every width is a multiple of it
 _OUT_BYTES = 8 * 8 * 68 * 4  # sums on their way out, where the stages were
 
 
@@ -136,7 +137,8 @@ def multiply(
     )
     if cut.cut:
         shape = (cut.token_blocks, cut.workers, cut.width)
-        loaded.launch("wide_sum", (cut.cut, x.shape[0]), TILE_ROWS, (filled, workspace, *shape))
+        grid = (cut.cut, -(-x.shape[0] // _SUM_TOKENS))
+        loaded.launch("wide_sum", grid, TILE_ROWS, (filled, workspace, *shape))
 
 
 def _read(weight: Weight) -> list[Tensor]:
