@@ -28,7 +28,9 @@ linears, where it can be had, the PTX that a V100's code comes from."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], metavar="T", help="1 to 24 each")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", metavar="T", help=f"1 to 24 each (default: {' '.join(map(str, TOKENS))})"
+    )
     parser.add_argument("--only", nargs="+", metavar="CASE", help=f"of: {', '.join(case.name for case in CASES)}")
     parser.add_argument("--ablate", action="store_true", help="also without arithmetic, and without loads")
     parser.add_argument(
@@ -46,7 +48,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--route",
         nargs="+",
         choices=ROUTES,
-        default=["chosen"],
         help="with --prefill, ways to take: the card's own; decode linear and dequantised weights; the wide linear; "
         "dequantising beside the vendor's product (default: chosen)",
     )
@@ -61,6 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 ROWS = {"32": 32, "16": 16, "auto": 0}
+TOKENS = (1, 2, 4, 8)
+_LINEARS = ("tokens", "only", "ablate", "rows", "overlap")  # what measuring decode linears reads
 
 
 def line(row: Row, label: str) -> str:
@@ -89,7 +92,9 @@ def measured(
                 tried = replace(tried, rows=ROWS[kind])
             first = not without and kind == (args.rows or [""])[0]
             with using(replace(tried, ablate=without)):
-                timed = measure([case], args.tokens, arches if first else arches[:1], device, overlap=args.overlap)
+                timed = measure(
+                    [case], args.tokens or TOKENS, arches if first else arches[:1], device, overlap=args.overlap
+                )
             found += [(row, kind, without) for row in timed]
     return found
 
@@ -114,12 +119,28 @@ def family_line(row: FamilyRow) -> str:
     )
 
 
+def _check_all_is_read(args: argparse.Namespace) -> None:
+    """Raises InputError for an option that what is to be measured does not read."""
+    unread: tuple[str, ...]
+    if args.family:
+        unread, what = (*_LINEARS, "prefill", "route"), "other families than decode linears (--family)"
+    elif args.prefill:
+        unread, what = _LINEARS, "linears of prompts (--prefill)"
+    else:
+        unread, what = ("route",), "decode linears; it is of --prefill T..."
+    if given := [name for name in unread if getattr(args, name)]:
+        raise InputError(f"--{given[0]} is not read where one measures {what}. Leave it out, or the other.")
+
+
 def run(args: argparse.Namespace) -> int:
     names = [case.name for case in CASES]
     if unknown := [name for name in args.only or [] if name not in names]:
         raise InputError(f"case {unknown[0]!r} is unknown: there are {', '.join(names)}.")
-    if not all(1 <= count <= 24 for count in args.tokens) or not all(1 <= n <= 1 << 16 for n in args.prefill or []):
+    if not all(1 <= count <= 24 for count in args.tokens or TOKENS) or not all(
+        1 <= n <= 1 << 16 for n in args.prefill or []
+    ):
         raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
+    _check_all_is_read(args)
     device = the_device()
     if not (args.json or args.quiet):
         print(machine_of(device).named, flush=True)
@@ -134,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.prefill:
         facts = []
-        for prompt in measure_prefill(args.prefill, device, args.route):
+        for prompt in measure_prefill(args.prefill, device, args.route or ["chosen"]):
             facts.append(dataclasses.asdict(prompt) | {"share": prompt.ratio})
             if not args.json:
                 print(prefill_line(prompt), flush=True)

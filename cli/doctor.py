@@ -9,6 +9,7 @@ from ..checkpoint.errors import InputError
 from ..perf.doctor.facts import Probes, examine
 from ..perf.doctor.judge import exit_code, judge, lines
 from ..perf.doctor.probes import MachineProbes
+from .progress import time_bar
 
 _LONGEST_LOAD = 3600
 EXAMPLE = """examples:
@@ -38,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--load {args.load:g}: from 0 to {_LONGEST_LOAD} seconds.")
     if args.folder is not None and not args.folder.is_dir():
         raise InputError(f"--folder {args.folder}: not a directory.")
-    facts = examine(probes(), args.folder, not args.no_links, args.load)
+    with time_bar("load", args.load, args.quiet or args.json) as tell:
+        facts = examine(probes(), args.folder, not args.no_links, args.load, tell)
     findings = judge(facts)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode({"facts": facts, "findings": findings}), indent=1).decode())

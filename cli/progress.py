@@ -1,4 +1,4 @@
-"""Progress bars for long work: on a terminal only, none with --quiet."""
+"""Progress of long work, in bytes or in time: on a terminal only, none with --quiet."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,3 +15,16 @@ def byte_bar(label: str, total: int, quiet: bool) -> Iterator[Callable[[int], No
 
     with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
         yield lambda count: bar.update(count) and None
+
+
+@contextmanager
+def time_bar(label: str, seconds: float, quiet: bool) -> Iterator[Callable[[float], None]]:
+    """A bar over `seconds`; yields the function that is told how many have passed."""
+    if quiet or seconds <= 0 or not sys.stderr.isatty():
+        yield lambda passed: None
+        return
+    from tqdm import tqdm
+
+    form = "{desc}: {n:.0f} of {total:.0f} s |{bar}|"
+    with tqdm(total=seconds, desc=label, bar_format=form, mininterval=0, leave=False, file=sys.stderr) as bar:
+        yield lambda passed: bar.update(min(passed, seconds) - bar.n) and None

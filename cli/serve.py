@@ -25,8 +25,8 @@ def server_options() -> list[Option]:
         Option(
             "devices",
             _devices,
-            "cards of the ranks, by number as the driver's tool lists them (default: the first ones); cpu: the kernels' "
-            "torch references, slow, for tests",
+            "cards of the ranks, by number as the driver's tool lists them (default: the first ones); one card twice (0,0): "
+            "both ranks on it, slow, to try two ranks; cpu: the kernels' torch references, slow, for tests",
             metavar="N[,N]",
         ),
         Option(

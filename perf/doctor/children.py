@@ -51,8 +51,13 @@ def link(first: Card, second: Card, seconds: float = LINK_SECONDS) -> Link:
     return msgspec.structs.replace(found, fault=fault or "it said nothing")
 
 
-def load(cards: list[Card], seconds: float, sample: Callable[[Card, float], Sample | None]) -> Load:
-    """All cards at work together; `sample` is asked for each of them twice a second."""
+def load(
+    cards: list[Card],
+    seconds: float,
+    sample: Callable[[Card, float], Sample | None],
+    tell: Callable[[float], None] = lambda passed: None,
+) -> Load:
+    """All cards at work together; `sample` is asked for each of them, and `tell` told what has passed, twice a second."""
     samples: list[list[Sample]] = [[] for _ in cards]
     processes = [start("burn_child", [card], str(seconds)) for card in cards]
     fault = None
@@ -69,6 +74,7 @@ def load(cards: list[Card], seconds: float, sample: Callable[[Card, float], Samp
             for card, mine in zip(cards, samples, strict=True):
                 if (found := sample(card, passed)) is not None:
                     mine.append(found)
+            tell(passed)
             time.sleep(min(_SAMPLE_SECONDS, max(0.0, seconds - passed)))
         for card, process in zip(cards, processes, strict=True):
             try:

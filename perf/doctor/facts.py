@@ -1,6 +1,7 @@
 """What the probes find, and the interface behind which they stand. None: not told, or not asked."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -149,7 +150,9 @@ class Probes(Protocol):
 
     def link(self, first: Card, second: Card) -> Link: ...
 
-    def load(self, cards: list[Card], seconds: float) -> Load: ...
+    def load(self, cards: list[Card], seconds: float, tell: Callable[[float], None]) -> Load:
+        """`tell` is told now and then how many seconds have passed."""
+        ...
 
 
 Grade = Literal["good", "limited", "broken"]
@@ -164,8 +167,14 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str | None = None
 
 
-def examine(probes: Probes, folder: Path | None = None, links: bool = True, load_seconds: float = 0.0) -> Facts:
-    """Ask everything; links and load only where there are cards for them."""
+def examine(
+    probes: Probes,
+    folder: Path | None = None,
+    links: bool = True,
+    load_seconds: float = 0.0,
+    tell: Callable[[float], None] = lambda passed: None,
+) -> Facts:
+    """Ask everything; links and load only where there are cards for them. `tell`: the seconds of the load that have passed."""
     cards, reason = probes.cards()
     pairs = list(itertools.combinations(cards, 2))
     if len(pairs) > _MOST_PAIRS:
@@ -176,5 +185,5 @@ def examine(probes: Probes, folder: Path | None = None, links: bool = True, load
         software=probes.software(),
         host=probes.host(folder),
         links=[probes.link(first, second) for first, second in pairs] if links else [],
-        load=probes.load(cards, load_seconds) if cards and load_seconds > 0 else None,
+        load=probes.load(cards, load_seconds, tell) if cards and load_seconds > 0 else None,
     )

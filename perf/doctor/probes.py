@@ -79,9 +79,9 @@ class MachineProbes:
     def link(self, first: Card, second: Card) -> Link:
         return children.link(first, second)
 
-    def load(self, cards: list[Card], seconds: float) -> Load:
+    def load(self, cards: list[Card], seconds: float, tell: Callable[[float], None] = lambda passed: None) -> Load:
         sample = self._nvml.sample if self._nvml else lambda card, passed: None
-        return children.load(cards, seconds, sample)
+        return children.load(cards, seconds, sample, tell)
 
 
 def within(seconds: float, function: Callable[[], Result]) -> Result:

@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 from ...checkpoint.errors import EnvironmentFault, InputError
 from .faults import MAILBOX_DOOR
-from .twins import DISTRUSTED, TRUSTED, Heard, run_twins
+from .twins import DISTRUSTED, TOGETHER, TRUSTED, Heard, run_twins
 
 Wish = Literal["auto", "host", "ipc", "nccl"]
 Small = Literal["host", "ipc", "nccl"]
@@ -21,6 +21,7 @@ TRANSPORTS = ("ipc", "host", "nccl")
 SECONDS = 90.0  # of one pair of children, their start included
 PROBE = "duovolt.runtime.parallel.probe"
 CLEARLY = 0.8
+ALONE = "it takes a card for every rank"
 SLOW = 1 / 40e3  # microseconds a byte: below 40 GB/s a prompt's exchanges are worth hiding (docs/collectives.md)
 _WORD = "expected host, ipc or nccl, and then nccl=BYTES, halves and peer"
 
@@ -96,17 +97,29 @@ def choose(
 ) -> Choice:
     """Try what `wish` leaves open between two cards and choose. `run` starts the children.
 
-    cards: their names for CUDA_VISIBLE_DEVICES in rank order; the first two that are seen if empty. Raises
-    EnvironmentFault if what was wished for, or everything, fails.
+    cards: their names for CUDA_VISIBLE_DEVICES in rank order; the first two that are seen if empty. One card twice: both
+    ranks are on it, so there is neither NCCL nor a time to choose by, and the first way that is right is taken. Raises
+    EnvironmentFault if what was wished for, or everything, fails; InputError for NCCL on one card.
     """
+    visible = list(dict.fromkeys(cards))
+    together = len(visible) < len(cards)
+    if together and wish == "nccl":
+        raise InputError(
+            f"--collective nccl, both ranks on one card: {ALONE}. Use auto, ipc or host, or --devices 0,1."
+        )
     environment = {MAILBOX_DOOR: ""}  # a test's fault is for the ranks
     if cards:
-        environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards)}
-    start = run or (lambda arguments, limit: run_twins(PROBE, ["0", "1"], arguments, limit, environment))
+        environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(visible)}
+    places = [str(visible.index(card)) for card in cards] or ["0", "1"]
+    start = run or (lambda arguments, limit: run_twins(PROBE, places, arguments, limit, environment))
     left = [transport for transport in TRANSPORTS if wish in ("auto", transport) or transport == "nccl"]
     verdicts: dict[str, Verdict] = {}
+    if together:
+        left.remove("nccl")
+        verdicts["nccl"] = Verdict("nccl", ALONE)
     while left:
         switches = [TRUSTED] if wish == "ipc" else []
+        switches += [TOGETHER] if together else []
         switches += [DISTRUSTED] if _failed(verdicts.get("ipc")) else []
         verdicts |= {verdict.transport: verdict for verdict in judge(left, start([*left, *switches], seconds))}
         left = [transport for transport in left if transport not in verdicts]
@@ -161,7 +174,7 @@ def _decide(wish: Wish, verdicts: dict[str, Verdict]) -> Choice:
     elif "nccl" in good:
         small = "nccl"
     else:
-        raise EnvironmentFault(f"the two cards cannot exchange data: {told}.")
+        raise EnvironmentFault(f"the ranks cannot exchange data: {told}.")
     nccl_from = None
     if small != "nccl" and "nccl" in good:
         nccl_from = _faster_from(good["nccl"].large, good[small].large)

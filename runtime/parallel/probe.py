@@ -2,7 +2,8 @@
 
 `python -m duovolt.runtime.parallel.probe SHARED RANK DEVICE TRANSPORT... [SWITCH...]`, one line of JSON for every find:
 `{"began": T}`, then `{"tried": T, "fault": null or why, "microseconds": of a 40 KB sum in a graph, "large": the same by
-bytes}`. Switches: `trusted`, peer memory is tried whatever the IOMMU does; `distrusted`, NCCL is to keep away from it.
+bytes}`. Switches: `trusted`, peer memory is tried whatever the IOMMU does; `distrusted`, NCCL is to keep away from it;
+`together`, both ranks are on one card, which gives their kernels turns: times would say nothing and are not taken.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .mailbox import MailboxCollective
 from .nccl import NcclDevice, obey, refusal, version, warning
 from .timing import large_seconds, reduce_seconds
 from .trial import try_collective
-from .twins import DISTRUSTED, TRUSTED, Twin, be_twin
+from .twins import DISTRUSTED, TOGETHER, TRUSTED, Twin, be_twin
 
 BUDGET_SECONDS = 2.0  # a link that takes longer for a word is broken
 EXCHANGE_SECONDS = 45.0  # the twins may be apart by a compilation
@@ -45,13 +46,13 @@ def probe(twin: Twin) -> None:
         torch.set_num_threads(1)  # two processes may share two cores
     peer_memory = DISTRUSTED not in twin.arguments
     for transport in twin.arguments:
-        if transport in (DISTRUSTED, TRUSTED):
+        if transport in (DISTRUSTED, TOGETHER, TRUSTED):
             continue
         twin.say(began=transport)
         fault: str | None = None
         facts: dict[str, Any] = {}
         try:
-            if transport == "ipc" and TRUSTED not in twin.arguments:
+            if transport == "ipc" and not {TRUSTED, TOGETHER} & set(twin.arguments):
                 _check_trust()
             fault, facts = _try(twin, transport, device, peer_memory)
         except EnvironmentFault as error:  # both ranks have it, or know it
@@ -67,7 +68,7 @@ def _try(twin: Twin, transport: str, device: torch.device, peer_memory: bool) ->
     try:
         fault = try_collective(collective, device, ROUNDS if device.type == "cuda" else CPU_ROUNDS)
         theirs = exchange_facts(twin.mailbox, {"fault": fault})["fault"]
-        if fault or theirs or device.type != "cuda":
+        if fault or theirs or device.type != "cuda" or TOGETHER in twin.arguments:
             return fault, {}
         meet = partial(exchange_bytes, twin.mailbox, b"")
         small = reduce_seconds(collective, meet, device, TOKENS) * 1e6

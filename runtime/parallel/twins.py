@@ -25,7 +25,7 @@ from .owner import owner_is_dead
 from .region import Region, region_bytes
 from .shared import SharedFile, sweep_dead
 
-TRUSTED, DISTRUSTED = "trusted", "distrusted"  # switches of the probe
+TRUSTED, DISTRUSTED, TOGETHER = "trusted", "distrusted", "together"  # switches of the probe
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 5.0
 _ALONE_SECONDS = 15.0  # a twin may go on alone

@@ -29,6 +29,7 @@ from ..rank.options import RankOptions
 from ..rank.wire import Failed, Hello, Ready, Step, Stop, ToProxy, decode_to_proxy, encode
 from .load_watch import LoadWatch
 from .plan import ServePlan
+from .silence import Silence
 
 _STOP_SECONDS = 0.7  # for a rank to end by itself, or to print its side of a failure; then it is killed
 _KILL_SECONDS = 20.0  # for a killed one to be gone: a card takes its time to give memory back
@@ -94,6 +95,7 @@ class RankGroup:
         self._folder: Path | None = None
         self._shared: SharedFile | None = None
         self._progress: list[ProgressCounter] = []
+        self._silences = [Silence() for _ in range(plan.size)]
         self.fault: asyncio.Future[RankFault] = self._loop.create_future()
 
     async def start(self) -> None:
@@ -128,6 +130,13 @@ class RankGroup:
     def step_age(self) -> float:
         """Seconds since the slower rank's last sign of life; idle ranks give one twice a second."""
         return max(progress.age_seconds for progress in self._progress)
+
+    def silence(self) -> float:
+        """As `step_age`, without the times in which this process stood still: it may go on before its ranks do."""
+        return max(self._silence(rank) for rank in range(self._plan.size))
+
+    def _silence(self, rank: int) -> float:
+        return self._silences[rank].look(self._progress[rank].steps)
 
     @property
     def busy(self) -> bool:
@@ -224,8 +233,10 @@ class RankGroup:
         if (cards := plan.cards) is not None:
             options = replace(options, pages=cards.pages)
             if cards.uuids:  # every rank sees all the cards in use, and no others, in rank order: peers must be visible
-                environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.uuids)}
-                options = replace(options, device=f"cuda:{rank}", cpus=",".join(map(str, cards.near[rank])))
+                environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.visible)}
+                options = replace(
+                    options, device=f"cuda:{cards.place(rank)}", cpus=",".join(map(str, cards.near[rank]))
+                )
         for door in DOORS:  # a door opens once: the restarted ranks must be able to serve
             environment.pop(door, None)
             if ordered := of_start(door, self._start):
@@ -270,7 +281,7 @@ class RankGroup:
         """
         for rank, process in enumerate(self._processes):
             loaded = rank in self._ready
-            silent = self._progress[rank].age_seconds if loaded else watch.look(process.pid)
+            silent = self._silence(rank) if loaded else watch.look(process.pid)
             if silent > self._plan.options.watchdog_seconds:
                 self._set_fault(RankFault(f"rank {rank} has done nothing for {silent:.0f} s while the ranks load."))
             if not loaded and seconds > _LONGEST_LOAD_SECONDS:

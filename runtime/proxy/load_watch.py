@@ -6,25 +6,20 @@ takes none. Nothing is asked of the rank, so nothing of it needs to work.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from .silence import Silence
 
 
 class LoadWatch:
     """The signs of life of the processes `pids`, read at each `look`."""
 
     def __init__(self, pids: list[int]) -> None:
-        now = time.monotonic()
-        self._seen = {pid: (-1, now) for pid in pids}
+        self._silences = {pid: Silence() for pid in pids}
 
     def look(self, pid: int) -> float:
         """Seconds since the process was first seen with the processor time that it has now."""
-        now = time.monotonic()
-        ticks, since = self._seen[pid]
-        if (found := _processor_ticks(pid)) != ticks:
-            ticks, since = found, now
-            self._seen[pid] = (ticks, since)
-        return now - since
+        return self._silences[pid].look(_processor_ticks(pid))
 
 
 def _processor_ticks(pid: int) -> int:

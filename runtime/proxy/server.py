@@ -73,13 +73,18 @@ def _tell_plan(plan: ServePlan) -> None:
     if plan.cards is None and (unread := plan.options.asked_of_cards):
         lines.append(f"{', '.join(unread)}: for cards; the {plan.backend.name} backend does not read it.")
     if plan.cards is not None:
-        numbers = ", ".join(map(str, plan.cards.numbers))
+        numbers = ", ".join(map(str, dict.fromkeys(plan.cards.numbers)))
+        if plan.cards.shared:
+            lines.append(
+                f"both ranks are on card {numbers}, to try two ranks on one card: slow, since they take turns at it, and "
+                "its memory holds both. Serve with a card a rank, or one rank."
+            )
         lines.append(f"{f'card {numbers}: ' if numbers else ''}{plan.cards.card}; memory a rank:")
         lines += plan.cards.plan
         if plan.options.prefix_cache:
             lines.append(f"  beside it {plan.options.prefix_cache / 1e9:.3f} GB of the host's memory for kept prefixes")
     if plan.way is not None:
-        lines.append(f"between the cards: {plan.way}")
+        lines.append(f"between the {'ranks' if plan.cards is not None and plan.cards.shared else 'cards'}: {plan.way}")
     lines.append(f"starts {len(plan.directories)} rank{'s' * (len(plan.directories) > 1)} of {plan.options.ranks}")
     if not plan.options.quiet:
         for line in lines:

@@ -14,6 +14,7 @@ from .errors import unavailable
 from .group import RankFault, RankGroup, RankView
 from .hub import Hub
 from .plan import ServePlan
+from .silence import Silence
 
 _FIRST_PAUSE, _LAST_PAUSE = 1.0, 30.0
 _STEADY_SECONDS = 60.0  # a generation that lived this long resets the pause
@@ -29,7 +30,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._group: RankGroup | None = None
         self._stopping = asyncio.Event()
-        self._unanswered_since: float | None = None
+        self._unanswered = Silence()
         self._ready_since: float | None = None  # of the current generation
         self._pause = _FIRST_PAUSE  # before the next generation
         self.facts: dict[str, str] = {}
@@ -50,12 +51,8 @@ class Supervisor:
     def _unanswered_seconds(self, group: RankGroup) -> float:
         """How long the ranks have idled with answers open: what was sent to them, or what they gave, went astray."""
         if group.busy or not self._hub.open_count:
-            self._unanswered_since = None
-            return 0.0
-        now = time.monotonic()
-        if self._unanswered_since is None:
-            self._unanswered_since = now
-        return now - max(self._unanswered_since, self._hub.last_event)
+            return self._unanswered.look(None)
+        return self._unanswered.look(self._hub.last_event, time.monotonic() - self._hub.last_event)
 
     def views(self) -> list[RankView]:
         """What can be seen of each rank; none while there are no ranks."""
@@ -84,7 +81,7 @@ class Supervisor:
 
     async def _serve(self, group: RankGroup) -> RankFault | None:
         """One generation from start to fault (returned) or stop (None)."""
-        self._ready_since = self._unanswered_since = None
+        self._ready_since, self._unanswered = None, Silence()
         stop = asyncio.create_task(self._stopping.wait())
         start = asyncio.create_task(group.start())
         either: list[asyncio.Future[Any]] = [stop, group.fault]
@@ -100,7 +97,7 @@ class Supervisor:
             self._on_ready(self.facts)
             while not self._stopping.is_set() and not group.fault.done():
                 await asyncio.wait(either, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                age = max(group.step_age(), self._unanswered_seconds(group))
+                age = max(group.silence(), self._unanswered_seconds(group))
                 if age > self._plan.options.watchdog_seconds:
                     group.report_hang(age)
             if not group.fault.done():

@@ -17,6 +17,7 @@ from ...kernels.fatbin import runs_on
 from ...kernels.libraries import INSTALL_FOR_VOLTA, VOLTA, driver_version
 
 OLDEST = (7, 0)
+CONTEXT = 640 << 20  # bytes of a card that a process takes before it allocates: 0.55 GB on an H200, less on older ones
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -79,7 +80,8 @@ def probe() -> Probe:
 
 
 def choose_cards(found: Probe, ranks: int, wanted: list[int] | None) -> list[Card]:
-    """A card for every rank, in rank order: `wanted` by number, else the first ones.
+    """A card for every rank, in rank order: `wanted` by number, else the first ones. One card for both only where it is
+    named twice.
 
     Raises EnvironmentFault for too few cards, for unlike ones, and for a card that torch or our kernels hold no code for;
     InputError for numbers that make no sense.
@@ -88,8 +90,13 @@ def choose_cards(found: Probe, ranks: int, wanted: list[int] | None) -> list[Car
         raise EnvironmentFault(
             f"no card for the CUDA engine: {found.reason}. `duovolt doctor` tells more; --backend reference needs none."
         )
-    if wanted is not None and (len(wanted) != ranks or len(set(wanted)) != ranks):
-        raise InputError(f"--devices {','.join(map(str, wanted))}: {ranks} ranks need {ranks} different cards.")
+    if wanted is not None and len(wanted) != ranks:
+        number = wanted[0]
+        remedy = f", or {number},{number} to try both on one card (slow)" if ranks == 2 else ""
+        raise InputError(
+            f"--devices {','.join(map(str, wanted))}: {ranks} rank{'s need' if ranks > 1 else ' needs'} {ranks} card"
+            f"{'s' if ranks > 1 else ''}{remedy}."
+        )
     numbers = list(range(ranks)) if wanted is None else wanted
     if beyond := [number for number in numbers if number >= len(found.cards)]:
         seen = "; ".join(f"{card.index}: {card}" for card in found.cards)
@@ -107,6 +114,13 @@ def choose_cards(found: Probe, ranks: int, wanted: list[int] | None) -> list[Car
             "the slower one would set the pace. Choose two of a kind with --devices, or serve one rank."
         )
     return cards
+
+
+def room_a_rank(cards: list[Card]) -> int:
+    """Bytes that every rank can have on its card. Ranks on one card share what is free, less the contexts of all but one:
+    who measured what is free held a context there."""
+    sharing = {card.index: sum(other.index == card.index for other in cards) for card in cards}
+    return min((card.free - (sharing[card.index] - 1) * CONTEXT) // sharing[card.index] for card in cards)
 
 
 def check_code(found: Probe, card: Card) -> None:

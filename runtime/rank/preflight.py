@@ -38,7 +38,8 @@ class Wishes(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """What was found and decided; the same for every rank. `uuids` and `numbers` of cards in rank order; `plan`: lines."""
+    """What was found and decided; the same for every rank. `uuids` and `numbers` of cards in rank order, one card twice if
+    both ranks are to try it; `plan`: lines."""
 
     uuids: list[str]
     numbers: list[int]
@@ -48,6 +49,19 @@ class Settled(msgspec.Struct, frozen=True):
     planned: int
     plan: list[str]
     near: list[list[int]] = []
+
+    @property
+    def visible(self) -> list[str]:
+        """The cards in use, each once: rank r has the one at `place(r)`."""
+        return list(dict.fromkeys(self.uuids))
+
+    def place(self, rank: int) -> int:
+        return self.visible.index(self.uuids[rank])
+
+    @property
+    def shared(self) -> bool:
+        """Both ranks are on one card."""
+        return len(self.visible) < len(self.uuids)
 
 
 class Refused(msgspec.Struct, frozen=True):

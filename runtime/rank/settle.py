@@ -15,7 +15,7 @@ from ..engine.cuda.loading import LoadPlan, plan_load
 from ..engine.cuda.plan import Demand, fit, plan_memory
 from ..engine.pages import pages_for
 from ..images.processor import ImageProcessor
-from .cards import Card, Probe, choose_cards, cpus_near, probe
+from .cards import Card, Probe, choose_cards, cpus_near, probe, room_a_rank
 from .preflight import Refused, Settled, Wishes
 
 
@@ -44,7 +44,7 @@ def settle(wishes: Wishes, found: Probe | None) -> Settled:
     demand = demand_of(wishes, plans, cards)
     limit = demand.config.text.max_position_embeddings
     if cards:
-        memory = fit(demand, min(card.free for card in cards), wishes.max_context, limit)
+        memory = fit(demand, room_a_rank(cards), wishes.max_context, limit)
     else:
         context = limit if wishes.max_context is None else wishes.max_context
         memory = plan_memory(demand, context, wishes.lanes * pages_for(context))

@@ -31,6 +31,9 @@ COMMANDS = [
     (f"bench curve --read {GONE}", GONE),
     ("bench curve --arch volta", "architecture 'volta'"),
     ("bench kernels --only nothing", "case 'nothing' is unknown"),
+    ("bench kernels --route wide", "--route is not read where one measures decode linears; it is of --prefill T"),
+    ("bench kernels --prefill 64 --tokens 1", "--tokens is not read where one measures linears of prompts (--prefill)"),
+    ("bench kernels --family delta --prefill 64", "--prefill is not read where one measures other families"),
     (f"convert {GONE} {GONE}-out --device cuda", GONE),
     (f"convert {TINY} {GONE}-out --device cuda --recipe {GONE}.toml", f"{GONE}.toml"),
     (f"doctor --folder {GONE}", GONE),
@@ -62,7 +65,8 @@ def test_then_the_missing_card_is_told(tmp_path: Path, capsys: pytest.CaptureFix
         "bench launches tiny",
         "bench launches tiny --devices 0,1",
         f"bench curve --svg {tmp_path}/x.svg",
-        "bench kernels",
+        "bench kernels --tokens 1 --ablate",
+        "bench kernels --prefill 64 --route wide",
     ):
         assert main(words.split()) == 3, words
         said = capsys.readouterr().err

@@ -14,7 +14,16 @@ from duovolt.model.config import ModelConfig
 from duovolt.model.memory import kv_bytes_per_token
 from duovolt.perf.shapes import configuration
 from duovolt.runtime.engine.cuda.plan import Demand, fit, longest_context, page_bytes, plan_memory
-from duovolt.runtime.rank.cards import Card, Probe, check_code, choose_cards, cpus_near, parse_cpus
+from duovolt.runtime.rank.cards import (
+    CONTEXT,
+    Card,
+    Probe,
+    check_code,
+    choose_cards,
+    cpus_near,
+    parse_cpus,
+    room_a_rank,
+)
 from duovolt.runtime.rank.preflight import Refused, Settled, Wishes, preflight
 from duovolt.runtime.rank.settle import Unfit, answer, settle
 from duovolt.shard.split import shard
@@ -108,8 +117,14 @@ def test_too_few_cards_and_wrong_numbers_are_refused() -> None:
     """L08: two ranks on a machine that shows one card."""
     with pytest.raises(EnvironmentFault, match=r"2 ranks asked for card 1, this machine shows 1 .*--tp N"):
         choose_cards(machine(V100), 2, None)
-    with pytest.raises(InputError, match="2 ranks need 2 different cards"):
-        choose_cards(machine(V100, card(1)), 2, [1, 1])
+    with pytest.raises(InputError, match="--devices 1: 2 ranks need 2 cards, or 1,1 to try both on one card"):
+        choose_cards(machine(V100, card(1)), 2, [1])
+    with pytest.raises(InputError, match=r"--devices 0,0: 1 rank needs 1 card\."):
+        choose_cards(machine(V100), 1, [0, 0])
+    with pytest.raises(InputError, match="--devices 0,0,0: 2 ranks need 2 cards"):
+        choose_cards(machine(V100), 2, [0, 0, 0])
+    with pytest.raises(EnvironmentFault, match=r"2 ranks asked for card 1, this machine shows 1"):
+        choose_cards(machine(V100), 2, [1, 1])
     with pytest.raises(EnvironmentFault, match=r"no card .*torch finds no usable"):
         choose_cards(machine(reason="torch finds no usable NVIDIA card"), 1, None)
 
@@ -134,6 +149,21 @@ def test_one_decision_for_both_ranks_from_the_smaller_free_memory(ranks: Path) -
     tight = settle(wishes(ranks, max_context=None), machine(V100, card(1, free=650_000_000)))
     assert 64 <= tight.max_context < full.max_context and tight.planned <= 650_000_000
     assert any("context" in line for line in tight.plan) and tight.uuids == ["GPU-0", "GPU-1"]
+
+
+def test_one_card_for_both_ranks_only_where_it_is_named_twice(ranks: Path) -> None:
+    """Half of what is free for each, less the context that the second rank brings."""
+    alone = settle(wishes(ranks, max_context=None), machine(V100, card(1)))
+    both = settle(wishes(ranks, max_context=None, devices=[1, 1]), machine(V100, card(1)))
+    assert (both.uuids, both.numbers, both.shared) == (["GPU-1", "GPU-1"], [1, 1], True)
+    assert (both.visible, both.place(0), both.place(1)) == (["GPU-1"], 0, 0)
+    assert (alone.visible, alone.place(0), alone.place(1), alone.shared) == (["GPU-0", "GPU-1"], 0, 1, False)
+    assert room_a_rank([V100, card(1, free=9_000)]) == 9_000
+    assert room_a_rank([V100, V100]) == (33_000_000_000 - CONTEXT) // 2
+    free = 2 * 650_000_000 + CONTEXT
+    tight = settle(wishes(ranks, max_context=None, devices=[0, 0]), machine(msgspec.structs.replace(V100, free=free)))
+    apart = settle(wishes(ranks, max_context=None), machine(V100, card(1, free=650_000_000)))
+    assert (tight.max_context, tight.pages) == (apart.max_context, apart.pages)
 
 
 def test_too_little_memory_is_refused_with_the_longest_context_that_fits(ranks: Path) -> None:

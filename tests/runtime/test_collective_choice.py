@@ -192,6 +192,33 @@ def test_the_faster_mailbox_is_chosen() -> None:
     assert choose("auto", run=slow_link).small == "host"  # the slower rank counts
 
 
+def test_both_ranks_on_one_card_have_mailboxes_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses a card twice; the children see the card once, and are told that they share it."""
+    script = Script(twice(good("ipc"), good("host")))
+    made = choose("auto", ["GPU-7", "GPU-7"], run=script)
+    assert (made.small, made.nccl_from, made.halves) == ("ipc", None, False)
+    assert script.asked == [["ipc", "host", "together"]]
+    assert "nccl not used (it takes a card for every rank)" in str(made)
+    assert Choice.parse(made.argument) == Choice("ipc", None, True)
+    assert choose("auto", ["GPU-7", "GPU-7"], run=Script(twice(bad("ipc"), good("host")))).small == "host"
+    script = Script(twice(good("host")))
+    assert choose("host", ["GPU-7", "GPU-7"], run=script).small == "host" and script.asked == [["host", "together"]]
+    with pytest.raises(EnvironmentFault, match=r"ranks cannot exchange data: ipc not used .*; host not used"):
+        choose("auto", ["GPU-7", "GPU-7"], run=Script(twice(bad("ipc"), bad("host"))))
+    with pytest.raises(InputError, match=r"--collective nccl, both ranks on one card: .* Use auto, ipc or host"):
+        choose("nccl", ["GPU-7", "GPU-7"], run=Script())
+    started: list[tuple[Sequence[str], str]] = []
+
+    def run(module: str, devices: Sequence[str], arguments: Sequence[str], seconds: float, environment: dict) -> object:
+        started.append((devices, environment["CUDA_VISIBLE_DEVICES"]))
+        return twice(good("ipc"), good("host"), good("nccl"))
+
+    monkeypatch.setattr(choice, "run_twins", run)
+    for cards in (["GPU-7", "GPU-7"], ["GPU-7", "GPU-2"]):
+        choose("auto", cards)
+    assert started == [(["0", "0"], "GPU-7"), (["0", "1"], "GPU-7,GPU-2")]
+
+
 def test_a_wrong_link_is_not_used_and_nccl_is_kept_from_it() -> None:
     """R01 R02: the other way is taken, and the log says so."""
     script = Script(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from duovolt.runtime.parallel.lockstep import SharedLockstep, SoloLockstep
 from duovolt.runtime.parallel.lockstep_log import LOG_DOOR, logged
 from duovolt.runtime.parallel.region import Region, region_bytes
 from duovolt.runtime.proxy import hub as hub_module
+from duovolt.runtime.proxy import silence as silence_module
 from duovolt.runtime.proxy import supervisor as supervisor_module
 from duovolt.runtime.proxy.errors import ApiError
 from duovolt.runtime.proxy.group import RankFault, RankGroup
@@ -29,6 +31,7 @@ from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.load_watch import LoadWatch
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import ServePlan, make_plan
+from duovolt.runtime.proxy.silence import MOST_A_LOOK, Silence
 from duovolt.runtime.proxy.supervisor import Supervisor
 from duovolt.runtime.rank.wire import Hello, Ready
 
@@ -74,6 +77,9 @@ class FakeGroup:
         return {"kv": "none"}
 
     def step_age(self) -> float:
+        return 0.0
+
+    def silence(self) -> float:
         return 0.0
 
     def report_hang(self, seconds: float) -> None:
@@ -172,6 +178,43 @@ def test_ranks_that_idle_over_an_open_answer_are_not_ready_and_taken_to_hang(
         await running
 
     asyncio.run(run())
+
+
+def test_a_pause_of_the_server_is_no_silence_of_its_ranks(plan: ServePlan, fakes: type[FakeGroup]) -> None:
+    """SIGSTOP between the send of a request and the ranks' first step for it: at SIGCONT the answer waits to be read."""
+
+    async def run() -> None:
+        hub = Hub(1, 4)
+        supervisor = Supervisor(plan, hub, lambda facts: None)
+        running = asyncio.create_task(supervisor.run())
+        while hub.send is None:
+            await asyncio.sleep(0.01)
+        (opened,) = hub.submit([request()])
+        assert supervisor.step_age == 0.0  # the look that finds an answer open and nobody busy with it
+        time.sleep(3 * plan.options.watchdog_seconds)
+        assert supervisor.step_age == MOST_A_LOOK
+        await asyncio.sleep(0.02)  # the watch has looked, too
+        hub.relay([TokenEvent(opened.request.request_id, [1], [], "stop", 0, 0, 1)])
+        await asyncio.sleep(0.4)
+        assert not fakes.made[0].fault.done() and supervisor.ready and hub.counters.restarts == 0
+        supervisor.stop()
+        await running
+
+    asyncio.run(run())
+
+
+def test_silence_is_counted_from_look_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(silence_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    silence = Silence()
+
+    def look(seconds: float, sign: int | None, age: float = 0.0) -> float:
+        now[0] += seconds
+        return silence.look(sign, age)
+
+    assert [look(0.25, 7, 9.0), look(0.25, 7), look(0.25, 7), look(60, 7)] == [0, 0.25, 0.5, 0.5 + MOST_A_LOOK]
+    assert [look(0.25, 8, 0.125), look(0.25, 8), look(0.25, 9, 5.0)] == [0.125, 0.375, 0.25]
+    assert [look(0.25, None), look(1, None), look(1, 9), look(0.25, 9)] == [0, 0, 0, 0.25]
 
 
 def test_an_idle_server_without_answers_stays_ready(plan: ServePlan, fakes: type[FakeGroup]) -> None:

@@ -1,6 +1,7 @@
-"""Two ranks on two cards: the choice of a way, links that are broken on purpose, and answers. Skipped without two cards.
+"""Two ranks on two cards, or both on the only one: the choice of a way, links broken on purpose, and answers.
 
-A way or a server takes 10 to 25 s there. Where minutes count, name the tests in the order that matters.
+A way or a server takes 10 to 25 s on two cards, longer on one, at which the ranks take turns.
+Where minutes count, name the tests in the order that matters.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from .conftest import Server, running
 TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 START_SECONDS = 100.0  # cards are looked at, ways tried, kernels loaded, or built where they were not before
 Start = Callable[..., Server]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a card for every rank")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="an exchange takes two cards"),
     pytest.mark.timeout(300),
 ]
-CARDS = ("--backend", "cuda", "--devices", "0,1", "--max-context", "4096", "--lanes", "4")
+ONE = torch.cuda.device_count() == 1
+NAMES = ["0", "0"] if ONE else ["0", "1"]
+CARDS = ("--backend", "cuda", "--devices", ",".join(NAMES), "--max-context", "4096", "--lanes", "4")
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +64,10 @@ def text(server: Server, prompt: str | list[int], tokens: int) -> str:
     return ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": tokens})["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("wish", ["auto", "host", "ipc", "nccl"])
+@pytest.mark.parametrize("wish", ["auto", "host", "ipc", pytest.param("nccl", marks=needs_two)])
 def test_every_way_is_right_eagerly_and_in_replays(wish: str) -> None:
     """Exact integers and any floats, all sizes, both directions: `choose` refuses what gives one wrong bit."""
-    made = choose(wish)  # type: ignore[arg-type]
+    made = choose(wish, NAMES)  # type: ignore[arg-type]
     print(f"\n{made}")
     assert {verdict.transport: verdict.fault for verdict in made.found}[made.small] is None
     assert made.small == wish or wish == "auto"
@@ -81,7 +84,7 @@ def test_every_way_is_right_eagerly_and_in_replays(wish: str) -> None:
 def test_a_broken_link_ends_in_the_slower_path(monkeypatch: pytest.MonkeyPatch, fault: str, words: str) -> None:
     """R01 R02 R03: whichever direction it is; NCCL is kept from the link too."""
     monkeypatch.setenv(LINK_DOOR, fault)
-    made = choose("auto")
+    made = choose("auto", NAMES)
     print(f"\n{made}")
     assert made.small in ("host", "nccl") and not made.peer_memory
     assert words in str(made)
@@ -137,7 +140,7 @@ def test_a_server_goes_the_slower_way_where_the_link_is_broken(ranks: Path, star
     assert text(server, "Hello", 100) == text(two, "Hello", 100)
 
 
-@pytest.mark.parametrize("way", ["host", "nccl"])
+@pytest.mark.parametrize("way", ["host", pytest.param("nccl", marks=needs_two)])
 def test_the_other_ways_serve_too(ranks: Path, start_server: Start, two: Server, way: str) -> None:
     """The same bits whatever the way, so the same text."""
     server = started(start_server, ranks / "ranks-2", *CARDS, "--collective", way)

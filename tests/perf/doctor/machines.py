@@ -1,5 +1,6 @@
 """Made-up machines for the doctor."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ class Machine:
     def link(self, first: Card, second: Card) -> Link:
         return change(self.answers["link"], first=first.index, second=second.index)
 
-    def load(self, cards: list[Card], seconds: float) -> Load:
+    def load(self, cards: list[Card], seconds: float, tell: Callable[[float], None]) -> Load:
+        for half in (1, 2):
+            tell(half * seconds / 2)
         return self.answers.get("load") or Load(seconds, [samples([1380] * 9) for _ in cards])
 
 

@@ -1,6 +1,7 @@
 """The doctor's lines and exit codes on made-up machines."""
 
 import json
+import sys
 
 import pytest
 
@@ -288,6 +289,21 @@ def test_command_prints_lines_json_and_a_verdict(monkeypatch, capsys, tmp_path):
     assert {one["grade"] for one in told["findings"]} == {"good", "limited", "broken"}
     monkeypatch.setattr(doctor, "probes", Machine)
     assert main(["doctor", "--quiet"]) == 0 and capsys.readouterr().out == ""
+
+
+def test_a_load_shows_how_far_it_is_to_a_person_only(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "probes", Machine)
+    for terminal, words, shows in (
+        (True, [], True),
+        (False, [], False),
+        (True, ["--quiet"], False),
+        (True, ["--json"], False),
+    ):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=terminal: shown, raising=False)
+        assert main(["doctor", "--load", "8", *words]) == 0
+        said = capsys.readouterr()
+        assert ("load: 4 of 8 s" in said.err and "load: 8 of 8 s" in said.err) == shows, said.err
+        assert "of 8 s |" not in said.out and (shows or not said.err)
 
 
 def test_command_refuses_what_it_cannot_do(capsys, tmp_path):

@@ -78,7 +78,9 @@ def sample(card, seconds) -> Sample:
 
 def test_load_keeps_all_cards_at_work_and_watches_them(child):
     child("import sys, time; print('ready', flush=True); sys.stdin.readline(); time.sleep(float(sys.argv[1]))")
-    load = children.load([PCIE_V100, SECOND], 1.2, sample)
+    told: list[float] = []
+    load = children.load([PCIE_V100, SECOND], 1.2, sample, told.append)
+    assert told == [one.seconds for one in load.samples[0]] and told == sorted(told)
     assert load.fault is None
     assert [{one.clock for one in mine} for mine in load.samples] == [{1380}, {1377}]
     assert all(len(mine) >= 2 for mine in load.samples)

@@ -21,10 +21,10 @@ from pathlib import Path
 from .campaign import table
 from .strikes import FORM, Strike, befall
 from .trials import running
-from .world import World, ask_plainly, real_world, scripted_world
+from .world import World, ask_plainly, keep_pace, real_world, scripted_world
 
 _MOST_STARTS = 4  # the pauses before them: 1, 2, 4 and 8 s
-_CARD_STEP, _CARD_ROUND = 4001, 100  # behind what is exchanged before the answer that is struck, and in its midst
+_CARD_STEP, _CARD_ROUND = 1501, 12  # behind what is exchanged before the answer that is struck, and in its midst
 _STEP, _ROUND = 300, 12
 
 
@@ -112,6 +112,8 @@ def strike_all(world: World, strikes: Sequence[Strike], report: Report, seconds:
             server.wait_ready()
             report.tell(next(line for line in server.lines if "ready on" in line))
             if not world.plain.done():
+                if keep_pace(world, server):
+                    report.tell(f"slow: answers of {world.long} tokens, a prompt of {len(world.long_prompt)}")
                 ask_plainly(world, server)
                 report.tell("the plain answers")
             longest[True] = max(longest[True], time.monotonic() - begin)

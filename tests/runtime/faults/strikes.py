@@ -136,7 +136,7 @@ class _Before:
     def __init__(self, world: World, server: Server) -> None:
         self.pids = wait_ranks(world, server)
         self._world, self._server = world, server
-        self._restarts, self._readies = server.log.count(_AGAIN), server.log.count(_READY)
+        self._restarts = server.log.count(_AGAIN)
         self._length = len(server.log)
 
     def wait_restart(self, seconds: float, times: int = 1) -> None:
@@ -145,7 +145,9 @@ class _Before:
     def wait_back(self, times: int = 1) -> None:
         """New ranks are there, and right; nothing of the old ones is."""
         refuses_or_serves(self._server)
-        self._server.wait_log(_READY, count=self._readies + 1)
+        self._server.wait_log(
+            rf"(?s)(?:{_AGAIN}.*?){{{self._restarts + times}}}{_READY}"
+        )  # not one of before the fault
         left_nothing(self._server, self.pids)
         self.went_on(times)
 

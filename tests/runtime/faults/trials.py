@@ -250,7 +250,8 @@ def rank_dies_again(victim: int, number: signal.Signals, phase: str) -> Callable
     """While the ranks start again after a fault: they start once more, after a longer pause."""
 
     def run(world: World) -> None:
-        with running(world) as server:
+        late = {"DUOVOLT_START_FAULT": f",{victim}:1:4000"} if phase == "reload" else {}  # or it may be ready by then
+        with running(world, **late) as server:
             server.wait_ready()
             old = wait_ranks(world, server)
             os.kill(old[(1 - victim) % world.size], signal.SIGKILL)
@@ -260,6 +261,9 @@ def rank_dies_again(victim: int, number: signal.Signals, phase: str) -> Callable
             os.kill(pids[victim], number)
             server.wait_log("Ranks start again in 2 s", seconds=WATCHDOG_SECONDS + 2 * _SLACK)
             refuses_or_serves(server)
+            assert server.log.count("ready on") == 1, (
+                "the ranks were ready before the fault: it struck in another phase"
+            )
             server.wait_log("ready on", count=2)
             serves(world, server)
             assert server.metric("restarts_total") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ WATCHDOG_SECONDS = 5.0
 DRAIN_SECONDS = 30.0
 LETTERS = "the quick brown fox jumps over a lazy dog; "
 _PLAIN_SECONDS = 300.0
+_PHASE_SECONDS = 4.0  # of a long answer or prompt: long enough to be struck in
 SHORT, PREFILL = 6, 4  # tokens of an answer; PREFILL: of one to the long prompt
 
 
@@ -115,6 +117,29 @@ def real_world(
     if asks:
         threading.Thread(target=_ask_a_server, args=(world,), daemon=True).start()
     return world
+
+
+def keep_pace(world: World, server: Server) -> bool:
+    """Shorten answer and prompt where a ready server would take minutes for a card's: both ranks on one. True if it does."""
+    measured, prompt = 64, world.long_prompt or []
+    if not (world.backend == "cuda" and len(prompt) > 5000):
+        return False
+
+    def seconds(prompt: list[int], tokens: int) -> float:
+        start = time.monotonic()
+        with server.client(_PLAIN_SECONDS) as client:
+            body = world.body(tokens, stream=False) | {"prompt": prompt}
+            assert client.post("/v1/completions", json=body).status_code == 200, server.log
+        return time.monotonic() - start
+
+    seconds(world.prompt, 1)
+    token = seconds(world.prompt, measured) / measured
+    if token < 0.005:
+        return False
+    read = seconds([3 + number % 100 for number in range(640)], 1) / 640
+    world.long = min(world.long, max(200, int(_PHASE_SECONDS / token)))
+    world.long_prompt = prompt[: max(640, int(_PHASE_SECONDS / read))]
+    return True
 
 
 def ask_plainly(world: World, server: Server) -> None:
