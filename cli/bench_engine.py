@@ -56,6 +56,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 131072], metavar="N")
     parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="prompt tokens a step (default: 2048)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
+    parser.add_argument(
+        "--attention", choices=("split", "plain"), default="split", help="as for serve (default: split)"
+    )
+    parser.add_argument("--head-split", choices=("on", "off"), default="off", help="as for serve (default: off)")
     parser.add_argument("--graphs", choices=("on", "serial", "off"), default="on", help="as for serve (default: on)")
     parser.add_argument("--draft-window", type=int, default=0, metavar="N", help="as for serve (default: 0)")
     parser.add_argument(
@@ -212,6 +216,8 @@ class _Setup:
             pages=lanes * share,
             int8=args.kv == "int8",
             draft_window=args.draft_window,
+            attention=args.attention,
+            head_split=args.head_split == "on",
             graphs=args.graphs != "off",
             overlap=args.graphs == "on",
         )
@@ -219,7 +225,7 @@ class _Setup:
         self.facts = {
             "machine": _machine(device) if self._card else {"card": "none: references on the CPU", "torch": torch.__version__},
             "model": self._sheet.label, "tp": args.tp, "kv": args.kv, "drafts": args.drafts, "chunk": args.chunk,
-            "draft_rows": args.draft_rows, "draft_window": args.draft_window,
+            "choices": executor.facts, "draft_rows": args.draft_rows, "draft_window": args.draft_window,
             "arch": args.arch, "graphs": args.graphs, "collective_us": args.collective_us, "load": load,
             "devices": args.devices, "collective": args.way if args.twin else None,
             "exchange_us": [[*message, 1e6 * seconds] for message, seconds in self._exchanges.items()],
@@ -230,6 +236,8 @@ class _Setup:
 
     @property
     def headline(self) -> str:
+        from ..perf.choices import named_choices
+
         facts = self.facts
         alone = ""
         if self._args.tp == 2:
@@ -239,8 +247,8 @@ class _Setup:
         clock = f", memory at {mhz} MHz" if (mhz := facts["machine"].get("memory_mhz")) else ""
         return (
             f"{facts['machine']['card']}{clock}, driver {facts['machine'].get('driver')}, torch {facts['machine']['torch']}; "
-            f"{facts['model']}{alone}; {facts['weights_bytes'] / 1e9:.2f} GB of weights, kv {facts['kv']}, "
-            f"{facts['drafts']} drafts, graphs {facts['graphs']}{f', kernels {arch}' if (arch := facts['arch']) else ''}{load}"
+            f"{facts['model']}{alone}; {facts['weights_bytes'] / 1e9:.2f} GB of weights, {facts['drafts']} drafts, "
+            f"{', '.join(named_choices(facts['choices']))}{f', kernels {arch}' if (arch := facts['arch']) else ''}{load}"
         )
 
     @property
@@ -272,7 +280,9 @@ class _Setup:
     def _ledger(self, context: int, lanes: int, drafts: int) -> Any:
         from ..perf.ledger import Shape, ledger_of
 
-        return ledger_of(self._sheet, Shape(context, drafts, lanes, self._args.kv))
+        return ledger_of(
+            self._sheet, Shape(context, drafts, lanes, self._args.kv, head_split=self._args.head_split == "on")
+        )
 
     def overlap(self) -> Any:
         """Of a chunk at the longest prompt's half; None without a twin or a profile."""

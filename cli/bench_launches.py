@@ -27,7 +27,8 @@ EXAMPLE = """examples:
 A round of a few layers of the model runs once, and what the engine called is called again: each operation in a captured
 graph of its own, over matrices, caches and states that are many times the second-level cache, a node's cost included; then
 each behind the two that stand before it, in turn and begun early (--graphs serial: not), which tells what overlap saves; then
-the layers in a row, which tells what a launch costs between others. Weights are random, and the whole round is never run.
+the layers in a row, which tells what a launch costs between others. What takes less in turn than its launches one by one has no
+number: some of them did nothing. Weights are random, and the whole round is never run.
 Attention is measured at each context; a forecast takes a line between. --devices 0,1 measures the ranks of two, each on its
 card, and what they exchange; --tp 2 on one card leaves exchanges out."""
 
@@ -129,8 +130,10 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
         launches, edges = pair.slower(launches), pair.lesser(edges)
         pair.close()
     labels = [f"{one.label}, {one.tp} ranks" for one in models]
-    times = LaunchTimes(machine, labels, launches, found.chains, replay, edges=edges)
+    times = LaunchTimes(machine, labels, launches, found.chains, replay, edges=edges, refused=found.refused)
     if not args.quiet:
+        for line in found.refused:
+            print(f"no number: {line}")
         for chain in found.chains:
             print(
                 f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.calls} calls in a row "

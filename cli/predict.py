@@ -196,8 +196,8 @@ def run(args: argparse.Namespace) -> int:
     card = load_card(args.card)
     if args.kernels is not None:
         card = card.with_shares(read_shares(args.kernels))
-    if args.launches is not None:
-        files = [read_launch_times(path) for path in args.launches]
+    files = [read_launch_times(path) for path in args.launches or ()]
+    if files:
         card = card.with_launches(files)
     cases = []
     if args.source.endswith(".gguf"):
@@ -217,6 +217,8 @@ def run(args: argparse.Namespace) -> int:
     if args.quiet:
         return 0
     print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
+    for chain in (chain for file in files for chain in file.chains if chain.fault):
+        print(f"left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}")
     if found[0].setting.overlap and not card.savings:
         print("launches in turn: what overlap saves on this card has not been measured, or it has none (below sm_90)")
     for index, one in enumerate(found):

@@ -28,6 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-head", choices=("auto", "on", "off"), default="auto", help="as for serve")
     parser.add_argument("--device", default="cpu", help="cuda:N, or cpu for the kernels' torch references")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="as for serve")
+    parser.add_argument("--attention", choices=("split", "plain"), default="split", help="as for serve")
+    parser.add_argument("--head-split", choices=("on", "off"), default="off", help="as for serve")
     parser.add_argument("--graphs", choices=("on", "serial", "off"), default="on", help="as for serve")
     parser.add_argument("--delta", choices=("chunked", "recurrent"), default="chunked", help="as for serve")
     parser.add_argument("--draft-window", type=int, default=0, help="as for serve")

@@ -38,6 +38,18 @@ def server_options() -> list[Option]:
         ),
         Option("kv", _one_of("int8", "fp16"), "keys and values on cards: int8 or fp16 (default: int8)"),
         Option(
+            "attention",
+            _one_of("split", "plain"),
+            "attention on cards: positions split over blocks, on tensor cores; or plain: in order, in float32, slow "
+            "(default: split)",
+        ),
+        Option(
+            "head-split",
+            _one_of("on", "off"),
+            "with two cards, gather only the logits that can decide a token where they are enough (on), or always all of "
+            "them (default: off)",
+        ),
+        Option(
             "graphs",
             _one_of("on", "serial", "off"),
             "rounds as captured graphs, on cards; serial: no launch begins before the last has ended (default: on)",

@@ -83,7 +83,7 @@ def decode_attention(
     h // (Q heads / KV heads). Runs on torch's current stream without synchronising. Raises InputError where shapes,
     dtypes, strides, devices or bounds do not fit, EnvironmentFault if the kernel cannot be built or started.
     """
-    out = _checked(query, cache, sequences, max_tokens, max_positions, gate, out)
+    out = checked(query, cache, sequences, max_tokens, max_positions, gate, out)
     tokens, q_heads, _ = query.shape
     group = q_heads // cache.kv_heads
     passes, pass_tokens, tiles = _passes(max_tokens, group)
@@ -130,7 +130,7 @@ def decode_attention_reference(
     out: Tensor | None = None,
 ) -> Tensor:
     """What `decode_attention` computes, in torch on any device; reads the sequences' numbers on the host."""
-    out = _checked(query, cache, sequences, max_tokens, max_positions, gate, out)
+    out = checked(query, cache, sequences, max_tokens, max_positions, gate, out)
     keys, values = cache.decoded()
     starts, counts, firsts = (x.tolist() for x in (sequences.starts, sequences.counts, sequences.firsts))
     for index, (start, count, first) in enumerate(zip(starts, counts, firsts, strict=True)):
@@ -165,7 +165,7 @@ def _passes(max_tokens: int, group: int) -> tuple[int, int, int]:
     return passes, pass_tokens, -(-pass_tokens * group // _TILE_ROWS)
 
 
-def _checked(
+def checked(
     query: Tensor,
     cache: KVCache,
     sequences: Sequences,
@@ -174,6 +174,7 @@ def _checked(
     gate: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
+    """The output of a call that fits, made if it is not given. Raises InputError for any other call."""
     device = cache.keys.device
     check_dimensions("query", query, 3, f"[T, Q heads, {DIM}]")
     tokens, q_heads, _ = query.shape

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from . import (
     attention,
+    candidates,
     delta,
     delta_chunks,
     linear,
     logprobs,
     norm,
+    plain_attention,
     prefill,
     prefill_attention,
     rope,
@@ -47,6 +49,8 @@ class Ops:
     qkv_rope: Callable[..., Tensor]
     decode_attention: Callable[..., Tensor]
     prefill_attention: Callable[..., Tensor]
+    plain_attention: Callable[..., Tensor]
+    plain_prefill_attention: Callable[..., Tensor]
     delta_decode: Callable[..., Tensor]
     delta_prefill: Callable[..., Tensor]
     decide: Callable[..., Drawn]
@@ -54,6 +58,8 @@ class Ops:
     round_rows: Callable[..., None]
     round_advance: Callable[..., None]
     scatter_logits: Callable[..., Tensor]
+    candidates: Callable[..., Tensor]
+    spread: Callable[..., Tensor]
 
 
 cuda_ops = Ops(
@@ -71,6 +77,8 @@ cuda_ops = Ops(
     qkv_rope=rope.qkv_rope,
     decode_attention=attention.decode_attention,
     prefill_attention=prefill_attention.prefill_attention,
+    plain_attention=plain_attention.plain_attention,
+    plain_prefill_attention=plain_attention.plain_prefill_attention,
     delta_decode=delta.delta_decode,
     delta_prefill=delta.delta_prefill,
     decide=sampling.decide,
@@ -78,6 +86,8 @@ cuda_ops = Ops(
     round_rows=round.round_rows,
     round_advance=round.round_advance,
     scatter_logits=round.scatter_logits,
+    candidates=candidates.candidates,
+    spread=candidates.spread,
 )
 torch_ops = Ops(
     embed=norm.embed_reference,
@@ -94,6 +104,8 @@ torch_ops = Ops(
     qkv_rope=rope.qkv_rope_reference,
     decode_attention=attention.decode_attention_reference,
     prefill_attention=prefill_attention.prefill_attention_reference,
+    plain_attention=attention.decode_attention_reference,
+    plain_prefill_attention=prefill_attention.prefill_attention_reference,
     delta_decode=delta.delta_decode_reference,
     delta_prefill=delta.delta_prefill_reference,
     decide=sampling.decide_reference,
@@ -101,13 +113,15 @@ torch_ops = Ops(
     round_rows=round.round_rows_reference,
     round_advance=round.round_advance_reference,
     scatter_logits=round.scatter_logits_reference,
+    candidates=candidates.candidates_reference,
+    spread=candidates.spread_reference,
 )
 
 
 SOURCES = (
     *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
-    *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE),
-    *(sampling.DISTRIBUTING, sampling.DECIDING, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
+    *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE, plain_attention.SOURCE),
+    *(sampling.DISTRIBUTING, sampling.DECIDING, candidates.SOURCE, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 
 

@@ -26,7 +26,7 @@ def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     or does not fit, EnvironmentFault if the kernel cannot start.
     """
     device = cache.keys.device
-    _check_table(cache, table, length)
+    check_table(cache, table, length)
     keys, values = (torch.empty(cache.kv_heads, length, DIM, dtype=torch.float16, device=device) for _ in range(2))
     launch(
         SOURCE,
@@ -39,7 +39,8 @@ def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _check_table(cache: KVCache, table: Tensor, length: int) -> None:
+def check_table(cache: KVCache, table: Tensor, length: int) -> None:
+    """Refuse a table that does not fit or is too short for `length` positions (InputError)."""
     check_dimensions("table", table, 1, "[pages]")
     check("table", table, torch.int32, tuple(table.shape), cache.keys.device)
     if not 1 <= length <= table.shape[0] * PAGE:
@@ -69,7 +70,7 @@ def prefill_attention(
     whose heads may stand apart. Returns fp16 [T, Q heads * 256]. `own`: our kernel (True) or torch's (False); None chooses
     by card. With ours the bits of a token do not depend on T, with torch's they may. Raises as `gather`.
     """
-    out = _checked(query, cache, start, gate, out)
+    out = checked(query, cache, start, gate, out)
     if own is None:
         arch = int(checks.module_on(SOURCE, query.device).arch.partition("_")[2])
         own = not torch_attends(divmod(arch, 10))
@@ -112,7 +113,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, shares: bool) -> Tensor
 
 def _own(query: Tensor, cache: KVCache, table: Tensor, start: int, gate: Tensor | None, out: Tensor) -> Tensor:
     tokens, heads, _ = query.shape
-    _check_table(cache, table, start + tokens)
+    check_table(cache, table, start + tokens)
     rows, group = ROWS[cache.is_int8], heads // cache.kv_heads
     if group > rows:
         raise InputError(f"query is {list(query.shape)}: expected at most {rows} query heads a KV head.")
@@ -143,7 +144,7 @@ def prefill_attention_reference(
     query: Tensor, cache: KVCache, table: Tensor, start: int, *, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """What `prefill_attention` computes, row by row in float32, in torch on any device."""
-    out = _checked(query, cache, start, gate, out)
+    out = checked(query, cache, start, gate, out)
     keys, values = cache.decoded()
     attended = reference.attend_block(query.float(), keys, values, table.long(), start)
     if gate is not None:
@@ -151,7 +152,8 @@ def prefill_attention_reference(
     return out.copy_(staged(attended.flatten(1)))
 
 
-def _checked(query: Tensor, cache: KVCache, start: int, gate: Tensor | None, out: Tensor | None) -> Tensor:
+def checked(query: Tensor, cache: KVCache, start: int, gate: Tensor | None, out: Tensor | None) -> Tensor:
+    """The output of a call that fits, made if it is not given. Raises InputError for any other call."""
     device = cache.keys.device
     check_dimensions("query", query, 3, f"[T, Q heads, {DIM}]")
     tokens, heads, _ = query.shape

@@ -47,6 +47,7 @@ def decide(
     counted: bool = True,
     progress: Progress | None = None,
     mask: Tensor | None = None,
+    sparse: bool = False,
     drawn: Drawn | None = None,
 ) -> Drawn:
     """Judge the drafts of each sequence and draw one token more.
@@ -54,8 +55,8 @@ def decide(
     logits float32 [R, V], rows may stand apart. `into` receives the rows' distributions. `draft_rows`: those that drafts
     were drawn from, for `decision.sources`. `purpose` DRAFT and `counted` False draw a draft; `counted` adds the tokens to
     the lanes' histories. `progress`, of the delta rule, is advanced. mask int32 [R, V / 32 rounded up], a bit an id, the
-    lowest first: ids without theirs cannot come; at least one must. A draft's logits may be minus infinity. `drawn`: where
-    the result goes.
+    lowest first: ids without theirs cannot come; at least one must. Minus infinity is a logit of an id that cannot come: for
+    a draft, and for any row with `sparse` (kernels/candidates.py). `drawn`: where the result goes.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """
@@ -87,7 +88,7 @@ def decide(
         sampling.bias,
         mask,
         0 if mask is None else mask.shape[1],
-        int(purpose == DRAFT),
+        int(sparse or purpose == DRAFT),
         wishes,
         own,
         vocabulary,
@@ -130,6 +131,7 @@ def decide_reference(
     counted: bool = True,
     progress: Progress | None = None,
     mask: Tensor | None = None,
+    sparse: bool = False,
     drawn: Drawn | None = None,
 ) -> Drawn:
     """What `decide` computes, in torch; reads the decision on the host. Of `into` only the logits are filled."""
@@ -139,10 +141,10 @@ def decide_reference(
         *(x.tolist() for x in (decision.lanes, decision.firsts, decision.counts, decision.positions)), strict=True
     )
     for lane, first, count, position in sequences:
-        own = _Lane(sampling, lane, cuts) if lane >= 0 else None
+        own = HostLane(sampling, lane, cuts) if lane >= 0 else None
         taken: list[int] = []
         chance = 1.0
-        if own is not None and _is_sound(logits[first : first + count], purpose):
+        if own is not None and _is_sound(logits[first : first + count], sparse or purpose == DRAFT):
             for row in range(first, first + count):
                 adjusted = own.adjusted(logits[row], decision.drafted[row].tolist())
                 into.logits[row] = adjusted if mask is None else _masked(adjusted, mask[row])
@@ -162,9 +164,9 @@ def decide_reference(
     return drawn
 
 
-def _is_sound(logits: Tensor, purpose: int) -> bool:
+def _is_sound(logits: Tensor, is_open: bool) -> bool:
     finite = torch.isfinite(logits)
-    return bool((finite | (logits < 0) if purpose == DRAFT else finite).all())
+    return bool((finite | (logits < 0) if is_open else finite).all())
 
 
 def _masked(logits: Tensor, words: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ def _masked(logits: Tensor, words: Tensor) -> Tensor:
     return torch.where(allowed.bool(), logits, -torch.inf)
 
 
-class _Lane:
+class HostLane:
     """One lane's wishes on the host, for the reference."""
 
     def __init__(self, sampling: LaneSampling, lane: int, cuts: Cuts) -> None:

@@ -144,8 +144,9 @@ class Card:
         return _line(form.reduce if launch.kernel != "gather" else form.gather, launch.message) * 1e-6
 
     def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
-        """The same card with launches that were measured alone, what they save, and what lies between them."""
-        chains = [one for file in files for one in file.chains]
+        """The same card with launches that were measured alone, what they save, and what lies between them; without chains that
+        say nothing of a round (`Chain.fault`)."""
+        chains = [one for file in files for one in file.chains if not one.fault]
         replays = [file.replay for file in files if file.replay]
         savings = savings_of((one for file in files for one in file.edges), self.savings.table)
         exact = by_key(files)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import DuovoltError, one_line
 from ..kernels import norm
+from ..kernels.candidates import candidates, candidates_reference
 from ..kernels.delta import DeltaState, DeltaWeights, Progress, delta_prefill, delta_prefill_reference
 from ..kernels.kvcache import DIM, PAGE, KVCache
 from ..kernels.logprobs import log_probabilities, log_probabilities_reference
@@ -75,6 +76,7 @@ def cases() -> list[Case]:
         ("attention of a block", _attend, prefill_attention, prefill_attention_reference),
         ("delta rule of a block", _delta, delta_prefill, delta_prefill_reference),
         ("log-probabilities", _logprobs, log_probabilities, log_probabilities_reference),  # type: ignore[list-item]
+        ("candidates of a split head", _candidates, candidates, candidates_reference),
         ("sampling", _sample, decide, decide_reference),  # type: ignore[list-item]
     ]
     made = [
@@ -182,6 +184,15 @@ def _logprobs(run: Callable[..., tuple[Tensor, Tensor, Tensor]], device: torch.d
     tokens = torch.tensor([7, 4999], dtype=torch.int32, device=device)
     chosen, values, ids = run(_random((2, 5000), 40, device) * 4, tokens, 5)
     return torch.cat((chosen[:, None], values, ids.double()), dim=1)
+
+
+def _candidates(run: Run, device: torch.device) -> Tensor:
+    """The first of 3,000 ids for a greedy lane with penalties, before which a draft stands, and for one of no wishes."""
+    sampling = LaneSampling.empty(2, 5000, device)
+    sampling.start(0, [1, 2000], temperature=0.0, repetition=1.2, presence=0.5, bias={2100: 9.0})
+    sampling.start(1, [1], temperature=0.0)
+    decision = Decision.of([0, 1], [3, 3], [[2500], []], device)
+    return run(_random((3, 3000), 60, device) * 4, decision, sampling, first=2000)
 
 
 def _sample(run: Callable[..., object], device: torch.device) -> Tensor:

@@ -14,6 +14,9 @@ from .launch_record import Call
 
 Window = tuple[Call, ...]
 ABOUT = 0.05  # of bytes: the same size; passes of a round stand a few tokens apart
+LEAST = (
+    0.93  # of the sum of their times alone: what two or three launches in turn take at least, as these vary a little
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,20 @@ Clock = Callable[
 ]  # seconds of all of them in one graph, NaN if there are none
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A window's seconds in turn, and what it saves with all but its first call begun early; NaN if that has no number."""
+
+    window: Window
+    in_turn: float
+    saved: float
+
+
 @dataclass
 class Edges:
     """Edges as they are found. `pool`: bytes that a graph goes through at least, `most`: of copies; `warm`: calls of a graph
-    that find all they read in the second-level cache in a round too.
+    that find all they read in the second-level cache in a round too. `alone`: seconds of a call by itself, None if they are
+    not known; a window that takes less in turn than its calls by themselves has no edge, and a line in `refused`.
 
     Ranks of two must ask for the same windows in the same order: a window that holds an exchange takes both.
     """
@@ -47,7 +60,9 @@ class Edges:
     warm: int
     together: Together | None = None
     found: list[Edge] = field(default_factory=list)
-    _seen: list[tuple[Window, float]] = field(default_factory=list)
+    alone: Callable[[Call], float | None] = lambda call: None
+    refused: list[str] = field(default_factory=list)
+    _seen: list[_Seen] = field(default_factory=list)
 
     def saved(self, some: Iterable[Window]) -> float:
         """Seconds that the last calls of these windows save together; each edge is measured once, and kept in `found`."""
@@ -55,10 +70,11 @@ class Edges:
         for window in some:
             edge = self._edge(window)
             if edge is None:
-                saved = self._saved(window) - (self._saved(window[:-1]) if len(window) > 2 else 0.0)
-                if math.isnan(saved):
+                whole = self._measured(window)
+                before = self._measured(window[:-1]).saved if len(window) > 2 else 0.0
+                if math.isnan(saved := whole.saved - before):
                     continue
-                edge = Edge(window[-1].key, _after(window), saved, bytes_of(window))
+                edge = Edge(window[-1].key, _after(window), saved, bytes_of(window), whole.in_turn)
                 self.found.append(edge)
             total += edge.saved
         return total
@@ -70,21 +86,31 @@ class Edges:
                 return edge
         return None
 
-    def _saved(self, window: Window) -> float:
-        """Seconds that a window saves, all but its first call begun early; NaN if the host was too busy."""
+    def _measured(self, window: Window) -> _Seen:
         nbytes = bytes_of(window)
-        for other, saved in self._seen:
-            same = [one.key for one in other] == [one.key for one in window]
-            if same and abs(bytes_of(other) - nbytes) <= ABOUT * nbytes:
-                return saved
+        for one in self._seen:
+            same = [call.key for call in one.window] == [call.key for call in window]
+            if same and abs(bytes_of(one.window) - nbytes) <= ABOUT * nbytes:
+                return one
         rows = self._rows(window)
         together = self.together if any(call.is_exchange for call in window) else None
         in_turn, early = (
             self.clock([Placed(call, way and place > 0) for row in rows for place, call in enumerate(row)], together)
+            / len(rows)
             for way in (False, True)
         )
-        self._seen.append((window, (in_turn - early) / len(rows)))
-        return self._seen[-1][1]
+        saved = math.nan if self._is_refused(window, in_turn) else in_turn - early
+        self._seen.append(_Seen(window, in_turn, saved))
+        return self._seen[-1]
+
+    def _is_refused(self, window: Window, in_turn: float) -> bool:
+        alone = [self.alone(call) for call in window]
+        total = sum(one or 0.0 for one in alone)
+        if not all(alone) or not in_turn < LEAST * total:  # NaN has no edge anyway
+            return False
+        names = " > ".join(call.key for call in window)
+        self.refused.append(f"{names}: in turn {in_turn * 1e6:.1f} us, one by one {total * 1e6:.1f}")
+        return True
 
     def _rows(self, window: Window) -> list[list[Call]]:
         """The window again and again, each over memory of its own, until a pool's bytes are through."""

@@ -13,6 +13,7 @@ from .machine import Machine
 
 FORMAT = "duovolt-launches-1"
 BEHIND = 2  # predecessors of an edge: a norm lets the product behind it begin while the one before the norm still runs
+LEAST = 0.97  # of the sum of their times alone: what launches in turn take at least, which drain and fill between one another
 _MOST_SECONDS = 60.0  # of a few layers, on the slowest host
 
 
@@ -37,17 +38,21 @@ class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that a call saves by beginning before the one before it has ended, behind those that stand before it.
 
     `key`: of the call, as in `Launch.key`; `after`: of its predecessors in a round, the nearest first. `nbytes`: keys and
-    values that the call and they read, which one key has in many sizes, else 0. Below 0: it takes longer.
+    values that the call and they read, which one key has in many sizes, else 0. Below 0: it takes longer. `in_turn`: seconds of
+    the call and those before it, none of them early; 0 in old files.
     """
 
     key: str
     after: list[str]
     saved: float
     nbytes: float = 0.0
+    in_turn: float = 0.0
 
     def __post_init__(self) -> None:
         if not (abs(self.saved) < _MOST_SECONDS and math.isfinite(self.nbytes) and self.nbytes >= 0):
             raise ValueError("an edge saves less than a minute, and has bytes of 0 or more")
+        if not 0 <= self.in_turn < _MOST_SECONDS:
+            raise ValueError("launches of an edge take less than a minute")
         if not 1 <= len(self.after) <= 8:
             raise ValueError("an edge has predecessors")
 
@@ -80,13 +85,24 @@ class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.seconds - self.alone) / self.calls
 
     @property
+    def fault(self) -> str:
+        """Why it says nothing of a round; empty if it does."""
+        if self.seconds >= LEAST * self.alone:
+            return ""
+        return (
+            f"{self.calls} calls in a row take {self.seconds * 1e6:.1f} us, and one by one {self.alone * 1e6:.1f}: "
+            "in turn they cannot be faster, so that some of them did less than in a round"
+        )
+
+    @property
     def gap_overlapped(self) -> float | None:
         """The same where launches overlap, beyond what their edges save; None if not measured."""
         return (self.overlapped - (self.alone - self.saved)) / self.calls if self.overlapped else None
 
 
 class LaunchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of them. `models`: what was measured for; `replay`: seconds between the graphs of two rounds."""
+    """A file of them. `models`: what was measured for; `replay`: seconds between the graphs of two rounds; `refused`: what has
+    no number, and why."""
 
     machine: Machine
     models: list[str]
@@ -95,6 +111,7 @@ class LaunchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replay: float = 0.0
     format: str = FORMAT
     edges: list[Edge] = []
+    refused: list[str] = []
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.replay) and 0 <= self.replay < 1):

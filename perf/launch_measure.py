@@ -1,6 +1,7 @@
 """Times of a round's own launches, each alone, what each saves by beginning early, and a few layers in a row.
 
-All of it cold, in captured graphs. Times alone are of launches in turn: what overlap saves is told by edges.
+All of it cold, in captured graphs that begin with what the round has left. Times alone are of launches in turn: what overlap
+saves is told by edges. Launches in turn that are faster in a row than by themselves have not done their work: they are refused.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from ..model.inventory import inventory
 from ..runtime.engine.cuda.executor import CudaExecutor
 from ..runtime.engine.pages import pages_for
 from ..runtime.parallel.device import DeviceCollective, SoloDevice
-from .device_timing import Timing, Together, time_queued
+from .device_timing import REPEATS, Timing, Together, time_queued
 from .engine import Alone, Bench
 from .kernels import copies_of
 from .launch_edges import Edges, Placed, windows
 from .launch_file import BEHIND, Chain, Edge, LaunchTime
 from .launch_record import Call, Recorder, staging_call
+from .launch_state import RoundState
 from .model_source import Described
 from .random_weights import random_weights
 
@@ -39,15 +41,16 @@ _REPEATS = 9  # of an edge's graphs, of which there are many
 @dataclass(frozen=True)
 class Amounts:
     """Of a graph. `pool`: bytes that it reads at least, `most`: of copies of one call; `warm`: calls of what lies in the
-    second-level cache in a round too; `exchanges`: calls of one."""
+    second-level cache in a round too; `exchanges`: calls of one; `telling`: times are a card's, impossible ones are refused."""
 
     pool: int = 3 << 29
     most: int = 24 << 30
     warm: int = 96
     exchanges: int = 64
+    telling: bool = True
 
 
-TO_TRY = Amounts(1, 1, 2, 2)  # without a card
+TO_TRY = Amounts(1, 1, 2, 2, telling=False)  # without a card
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,12 @@ class Wanted:
 
 @dataclass
 class Found:
-    """Times, edges and chains."""
+    """Times, edges and chains; `refused`: what has no number, and why."""
 
     launches: list[LaunchTime] = field(default_factory=list)
     chains: list[Chain] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
     def of(self, call: Call) -> LaunchTime | None:
         """What was measured of its key, at about its size: passes of a round stand a few tokens apart."""
@@ -75,6 +79,11 @@ class Found:
             if one.key == call.key and abs(one.nbytes - call.nbytes) <= ABOUT * call.nbytes:
                 return one
         return None
+
+    def alone(self, call: Call) -> float | None:
+        """Its seconds by itself, if they are known."""
+        one = self.of(call)
+        return one.seconds or None if one is not None else None
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,7 @@ class Subject:
             ops=self._recorder.ops(ops_for(device)),
         )
         self.bench = Bench(self.executor, wanted.lanes, self._context)
+        self._state: RoundState | None = None
 
     def rounds(self) -> Iterator[list[Call]]:
         """The calls of a round at each depth; they hold while the loop is at that depth."""
@@ -149,7 +159,21 @@ class Subject:
                 own = list(calls)
                 if wanted.drafts:
                     own.append(staging_call(hidden, wanted.lanes, self.device))
+                self._state = RoundState(own)
                 yield own
+                self._state.restore()  # lanes are closed as the round has left them
+
+    def timed(
+        self,
+        launches: Sequence[Callable[[], object]],
+        repeats: int = REPEATS,
+        together: Together | None = None,
+        overlap: bool = False,
+    ) -> Timing:
+        """`time_queued` of calls of a round, each called once before; they begin with what the round has left."""
+        if self._state is not None:
+            self._state.restore()
+        return time_queued(launches, self.device, repeats, together=together, overlap=overlap)
 
 
 def _plain(encodings: dict[str, str]) -> dict[str, str]:
@@ -162,7 +186,10 @@ def measure_subject(
     """Every call of the subject's rounds that `found` does not have, their edges, and a chain at the first depth."""
     exchanging = together is not None
     amounts = subject.amounts
-    edges = Edges(partial(_queued, subject, costs), amounts.pool, amounts.most, amounts.warm, together, found.edges)
+    edges = Edges(
+        partial(_queued, subject, costs), amounts.pool, amounts.most, amounts.warm, together, found.edges,
+        alone=found.alone if amounts.telling else lambda call: None, refused=found.refused,
+    )  # fmt: skip
     for number, calls in enumerate(subject.rounds()):
         mine = [call for call in calls if exchanging or not call.is_exchange]
         for call in sorted(mine, key=lambda one: ORDER.index(one.op) if one.op in ORDER else -1):
@@ -174,14 +201,17 @@ def measure_subject(
         if subject.wanted.overlap:  # what is called between rounds has no place among them
             edges.saved(windows([call for call in mine if call.op not in LONE]))
         if number == 0 and (chain := _chain(subject, mine, found, costs, edges)) is not None:
-            found.chains.append(chain)
+            if chain.fault and amounts.telling:
+                found.refused.append(f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}")
+            else:
+                found.chains.append(chain)
 
 
 def _queued(subject: Subject, costs: Costs, placed: Sequence[Placed], together: Together | None) -> float:
     """Seconds of a graph of calls that begin early or not."""
     for one in placed[:3]:
         one()
-    timing = time_queued(placed, subject.device, _REPEATS, together=together, overlap=True)
+    timing = subject.timed(placed, _REPEATS, together, overlap=True)
     return math.nan if timing.dry else timing.seconds * len(placed) - costs.start
 
 
@@ -191,7 +221,7 @@ def _release(device: torch.device) -> None:
 
 
 def _alone(call: Call, subject: Subject, costs: Costs, together: Together | None) -> LaunchTime:
-    device, amounts = subject.device, subject.amounts
+    amounts = subject.amounts
     calls: list[Callable[[], object]]
     if call.is_exchange:
         calls = [call] * amounts.exchanges
@@ -202,7 +232,7 @@ def _alone(call: Call, subject: Subject, costs: Costs, together: Together | None
         calls = [call] * amounts.warm
     for one in calls[:2]:
         one()
-    timing = time_queued(calls, device, together=together if call.is_exchange else None)
+    timing = subject.timed(calls, together=together if call.is_exchange else None)
     parts = 2 if call.op == "elementwise" else 1
     if timing.dry:
         return LaunchTime(call.key, call.nbytes, 0.0, why="the queue ran dry: the host is too busy")
@@ -240,10 +270,10 @@ def _chain(subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, 
         rows.append([call.copied(made) for call in inside])
     launches = list(itertools.chain(*rows))
     ways = (False, True) if overlap else (False,)
-    timings = [time_queued(launches, subject.device, together=edges.together, overlap=way) for way in ways]
+    timings = [subject.timed(launches, together=edges.together, overlap=way) for way in ways]
     del rows, launches
     _release(subject.device)
-    alone = [one.seconds for call in inside if (one := found.of(call)) is not None and one.seconds]
+    alone = [known for call in inside if (known := found.alone(call)) is not None]
     if any(timing.dry for timing in timings) or len(alone) < len(inside):
         return None
     seconds = [_without_start(timing, count * len(inside), costs) * len(inside) for timing in timings]

@@ -18,6 +18,7 @@ FAMILIES: tuple[Family, ...] = ("linear", "head", "attention", "delta", "small",
 MAX_TOKENS, MAX_LANES, MAX_CONTEXT = 8, 4, 1 << 24  # of a sequence in a round (kernels/attention.py), and sequences
 ATTENTION_ROWS = 40  # query rows that one pass over the cache serves
 KV_SCALE_DIMS = 64
+CANDIDATES = 64  # of a rank and row, where they are gathered (kernels/candidates.py)
 SAMPLING = ("adjust", "judge", "draw")  # launches of `decide` for greedy lanes
 
 
@@ -25,7 +26,8 @@ SAMPLING = ("adjust", "judge", "draw")  # launches of `decide` for greedy lanes
 class Shape:
     """A round: `drafts` tokens drafted and verified with one more, `lanes` sequences, each `context` tokens deep.
 
-    `draft_head`: drafts are drawn with the reduced head, where there is one.
+    `draft_head`: drafts are drawn with the reduced head, where there is one. `head_split`: of a head that is cut over the
+    ranks candidates are gathered, not whole logits.
     """
 
     context: int = 0
@@ -33,6 +35,7 @@ class Shape:
     lanes: int = 1
     kv: str = "int8"
     draft_head: bool = True
+    head_split: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.drafts < MAX_TOKENS:
@@ -242,10 +245,17 @@ class _Pass:
 
     def head(self, head: Matrix, rows: int, reduced: bool) -> Iterator[Launch]:
         yield self.linears("linear", head.name.removesuffix(".weight"), head, family="head", rows=rows)
+        few = self.sheet.head_cut and self.shape.head_split
+        if few:
+            for name in ("first", "narrow", "last"):
+                yield Launch(f"candidates_{name}", "sampling", self.part, f"{rows} rows of a share", tokens=rows)
         if self.sheet.head_cut:
-            message = 4 * rows * head.rows
-            yield Launch("gather", "collective", self.part, "logits", message=message, tokens=rows, form=str(head.rows))
-        if reduced:
+            columns = 2 * CANDIDATES if few else head.rows
+            what, message = "candidates" if few else "logits", 4 * rows * columns
+            yield Launch("gather", "collective", self.part, what, message=message, tokens=rows, form=str(columns))
+        if few:
+            yield Launch("candidates_spread", "sampling", self.part, "candidates to their ids", tokens=rows)
+        elif reduced:
             yield self.small("round_scatter", "the draft head's logits to their ids")
         for name in SAMPLING:
             within = "" if name == SAMPLING[0] else f"sampling_{SAMPLING[0]}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.errors import EnvironmentFault, InputError
+from .choices import named_choices
 from .materials import PUBLISHED
 from .serve_record import Answer, Head, Record
 
@@ -90,6 +91,7 @@ def named(head: Head) -> str:
     identity = [f"conversion {server['conversion_id']}"] if server.get("conversion_id") else []
     identity += [f"recipe {server['recipe']}"] if server.get("recipe") else []
     choices = [f"{key} {server[key]}" for key in ("ranks", "backend", "drafts", "lanes") if key in server]
+    choices += named_choices(server)
     machine = [f"{key}: {value}" for key, value in head.machine.items()] or ["card, clock and driver not told"]
     settings = head.settings
     asked = f"{settings.seeds} seeds x {settings.tokens:,} tokens, temperature {settings.temperature:g}"

@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +21,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with recipe v100: `converted`, and `ranks-1` and `ranks-2` of it. Not to be written to."""
+    from duovolt.convert.pipeline import convert
+    from duovolt.convert.recipe import load_recipe
+    from duovolt.shard.split import shard
+
+    folder = tmp_path_factory.mktemp("tiny")
+    bundled = Path(__file__).parents[1] / "tiny" / "checkpoint"
+    convert(bundled, folder / "converted", load_recipe("v100"), 1, lambda count: None)
+    for size in (1, 2):
+        shard(folder / "converted", folder / f"ranks-{size}", size)
+    return folder

@@ -21,14 +21,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         return;
     }
     const int size = (vocabulary + kSlices - 1) / kSlices, begin = slice * size, end = min(vocabulary, begin + size);
-    const float repetition = read(wishes.repetition + lane), presence = read(wishes.presence + lane);
-    const float frequency = read(wishes.frequency + lane);
-    const bool penalised = repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
-    int drafts[kMaxDrafts];
-#pragma unroll
-    for (int i = 0; i < kMaxDrafts; ++i) {
-        drafts[i] = read(drafted + row * kMaxDrafts + i);
-    }
+    const Penalties penalties(wishes, lane, drafted, row, seen, answer_counts, vocabulary);
+    const bool penalised = penalties.any();
     float peak = __uint_as_float(0xFF800000u);
     int best = 0x7FFFFFFF;
     bool finite = true;
@@ -47,31 +41,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 break;
             }
             float value = values[n];
-            finite &= fabsf(value) <= 3.4028234e38f || (open && value < 0);
+            finite &= is_sound(value, open);
             if (bias) {
                 value = value + biases[n];
             }
             if (penalised) {
-                const size_t own = static_cast<size_t>(lane) * vocabulary + id;
-                float count = read(answer_counts + own);
-                bool known = read(seen + own) != 0;
-#pragma unroll
-                for (int i = 0; i < kMaxDrafts; ++i) {
-                    if (drafts[i] == id) {
-                        known = true;
-                        count += 1.0f;
-                    }
-                }
-                if (repetition != 1.0f && known) {
-                    value = value > 0 ? value / repetition : value * repetition;
-                }
-                // Separate roundings, as the reference has them: no fused multiply-add.
-                if (presence != 0.0f) {
-                    value = value - (count > 0 ? presence : 0.0f);
-                }
-                if (frequency != 0.0f) {
-                    value = __fsub_rn(value, __fmul_rn(frequency, count));
-                }
+                value = penalties.on(value, id);
             }
             if (mask && !(read(mask + static_cast<size_t>(row) * mask_words + id / 32) >> id % 32 & 1)) {
                 value = __uint_as_float(0xFF800000u);

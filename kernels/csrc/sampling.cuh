@@ -1,4 +1,4 @@
-// What the kernels of sampling share: the slices of a vocabulary, order and weight of logits, sums over a block.
+// What the kernels of sampling share: the slices of a vocabulary, penalties, order and weight of logits, sums over a block.
 #pragma once
 #include "common.cuh"
 
@@ -37,6 +37,56 @@ struct Rows {
     int *slice_equal;        // [rows, kSlices]: values equal to the cut
     double *slice_mass;      // [rows, kSlices]: mass inside the cut
 };
+
+// What a lane's penalties make of the logits of a row, whose token would follow the `drafts` that stand before it.
+struct Penalties {
+    const unsigned char *seen;  // [vocabulary] of the lane
+    const float *answer_counts; // likewise
+    float repetition, presence, frequency;
+    int drafts[kMaxDrafts];
+
+    __device__ __forceinline__ Penalties(const Wishes &wishes, int lane, const int *drafted, int row,
+                                         const unsigned char *all_seen, const float *all_counts, int vocabulary)
+        : seen(all_seen + static_cast<size_t>(lane) * vocabulary),
+          answer_counts(all_counts + static_cast<size_t>(lane) * vocabulary),
+          repetition(read(wishes.repetition + lane)), presence(read(wishes.presence + lane)),
+          frequency(read(wishes.frequency + lane)) {
+#pragma unroll
+        for (int i = 0; i < kMaxDrafts; ++i) {
+            drafts[i] = read(drafted + row * kMaxDrafts + i);
+        }
+    }
+
+    __device__ __forceinline__ bool any() const {
+        return repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
+    }
+    __device__ __forceinline__ float on(float value, int id) const {
+        float count = read(answer_counts + id);
+        bool known = read(seen + id) != 0;
+#pragma unroll
+        for (int i = 0; i < kMaxDrafts; ++i) {
+            if (drafts[i] == id) {
+                known = true;
+                count += 1.0f;
+            }
+        }
+        if (repetition != 1.0f && known) {
+            value = value > 0 ? value / repetition : value * repetition;
+        }
+        // Separate roundings, as the reference has them: no fused multiply-add.
+        if (presence != 0.0f) {
+            value = value - (count > 0 ? presence : 0.0f);
+        }
+        if (frequency != 0.0f) {
+            value = __fsub_rn(value, __fmul_rn(frequency, count));
+        }
+        return value;
+    }
+};
+
+__device__ __forceinline__ bool is_sound(float value, bool open) {
+    return fabsf(value) <= 3.4028234e38f || (open && value < 0);
+}
 
 __device__ __forceinline__ unsigned ascending(float value) {
     const unsigned bits = __float_as_uint(value + 0.0f); // minus zero equals zero

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from ..choices import named_choices
 from .result import CHANCE, Outcome, Paired, Result, pair, two_sided
 
 _NAMED = 12  # questions listed by name
@@ -33,11 +34,13 @@ def table(result: Result) -> str:
 
 
 def _of(result: Result) -> str:
-    """Model, conversion, recipe, cards and driver as far as the server told them."""
+    """Model, conversion, recipe, choices, cards and driver as far as the server told them."""
     told = result.server
     named = [f"conversion {told['conversion_id']}"] if "conversion_id" in told else []
     named += [f"recipe {told['recipe']}"] if "recipe" in told else []
-    named += [f"{key} {word}" for key, word in told.items() if key in ("backend", "kv", "driver") or key[:5] == "card "]
+    named += [f"backend {told['backend']}"] if "backend" in told else []
+    named += named_choices(told)
+    named += [f"{key} {word}" for key, word in told.items() if key == "driver" or key[:5] == "card "]
     return "; ".join(
         [result.model, ", ".join(named) or "nothing told of itself", f"{result.date[:10]}, duovolt {result.version}"]
     )

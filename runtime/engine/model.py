@@ -108,6 +108,11 @@ class Model:
         return self._collective.all_gather(local) if self.weights.head_cut else local
 
     @property
+    def shared_head(self) -> bool:
+        """Whether each rank has a part of the head, so that logits are gathered."""
+        return self.weights.head_cut and self._collective.size > 1
+
+    @property
     def draft_rows(self) -> int:
         """Tokens that drafts are drawn from with a reduced head; 0: the whole vocabulary."""
         return 0 if self._draft_head is None else self.weights.config.text.draft_rows

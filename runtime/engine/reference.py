@@ -72,7 +72,15 @@ class ReferenceExecutor:
     @property
     def facts(self) -> dict[str, str]:
         rows = self.model.draft_rows
-        return {"kv": "float32", "kv_pages": str(self.pages), "draft_head": f"{rows}-rows" if rows else "full"}
+        return {
+            "kv": "float32",
+            "kv_pages": str(self.pages),
+            "attention": "plain",
+            "head_split": "off" if self.model.shared_head else "none",
+            "draft_head": f"{rows}-rows" if rows else "full",
+            "draft_window": "off",
+            "graphs": "off",
+        }
 
     def open(self, lane: Lane) -> None:
         self.answers[lane.index] = Answering(lane, self._n_sampleable, self._tower)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-FOR_CARDS = ("kv", "graphs", "delta", "draft_window", "collective")
+FOR_CARDS = ("kv", "attention", "head_split", "graphs", "delta", "draft_window", "collective")
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class ServeOptions:
     max_context: int | None = None
     devices: str | None = None
     kv: str = "int8"
+    attention: str = "split"
+    head_split: str = "off"
     graphs: str = "on"
     delta: str = "chunked"
     draft_window: int = 0

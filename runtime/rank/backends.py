@@ -119,6 +119,8 @@ def _cuda(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingEngine
         overlap=options.graphs == "on",
         chunked_delta=options.delta == "chunked",
         draft_window=options.draft_window,
+        attention=options.attention,
+        head_split=options.head_split == "on",
     )
     return load_cuda_engine(options.dir, device, options.size, options.rank, link, settings)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 @dataclass(frozen=True)
 class RankOptions:
     """`exchange_seconds` bounds every wait for the twin; `sampleable` is the number of ids that the tokenizer can emit;
-    `ends` are those that end an answer, with commas between. Of the CUDA backend: `device`, `kv`, `graphs`,
-    `delta`, `draft_window`; `pages` of the pool, 0: enough for every lane; `cpus` near the card, with commas between;
-    `collective`: the argument of the chosen way between two cards, empty: the mailbox in host memory."""
+    `ends` are those that end an answer, with commas between. Of the CUDA backend: `device`, `kv`, `attention`,
+    `head_split`, `graphs`, `delta`, `draft_window`; `pages` of the pool, 0: enough for every lane; `cpus` near the card,
+    with commas between; `collective`: the argument of the chosen way between two cards, empty: the mailbox in host memory."""
 
     dir: Path
     rank: int
@@ -31,6 +31,8 @@ class RankOptions:
     draft_head: str = "auto"
     device: str = "cpu"
     kv: str = "int8"
+    attention: str = "split"
+    head_split: str = "off"
     graphs: str = "on"
     delta: str = "chunked"
     draft_window: int = 0

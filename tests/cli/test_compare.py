@@ -7,23 +7,15 @@ import pytest
 import torch
 
 from duovolt.cli.main import main
-from duovolt.convert.pipeline import convert
-from duovolt.convert.recipe import load_recipe
 from duovolt.kernels import module
 from duovolt.kernels.module import Module, counted_launches
 from duovolt.perf.layerwise import Reading, Run, compare
-from duovolt.shard.split import shard
-
-TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny: Path) -> Path:
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("compare")
-    convert(TINY, folder / "converted", load_recipe("v100"), 1, lambda count: None)
-    shard(folder / "converted", folder / "two", 2)
-    return folder
+    return tiny
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -34,7 +26,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
 
 def test_backends_and_widths_within_their_bounds(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     """fp16 activations and an int8 cache against float32; two ranks against one; the same thing against itself."""
-    whole, two = folder / "converted", folder / "two"
+    whole, two = folder / "converted", folder / "ranks-2"
     code, out, _ = run(capsys, whole, two, "--b", "cuda", "--devices", "cpu", "--json", "--most", "5e-3")
     found = json.loads(out)
     assert code == 0 and len(found["layers"]) == 8 and found["b"] == {"backend": "cuda", "ranks": 2, "launches": {}}

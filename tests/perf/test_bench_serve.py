@@ -277,9 +277,13 @@ def test_rows_hold_mean_and_range() -> None:
 
 
 def test_two_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fast, slow = a_record(answer(8192, "cold", 0, 300.0)), a_record(answer(8192, "cold", 0, 600.0), recipe="other")
+    fast, slow = (
+        a_record(answer(8192, "cold", 0, 300.0)),
+        a_record(answer(8192, "cold", 0, 600.0), recipe="other", head_split="on", attention="plain", graphs="off"),
+    )
     printed = comparison(fast, slow)
     assert "| 200.0, was 100.0 (+100.0%) | 1.50, was 1.50 (+0.0%) | - |" in printed and "recipe other" in printed
+    assert "attention plain, head split on, graphs off" in printed
     with pytest.raises(InputError, match="no context, material and number of lanes in common"):
         comparison(fast, a_record(answer(64, "cold", 0, 1.0)))
     import msgspec

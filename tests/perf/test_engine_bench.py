@@ -116,11 +116,16 @@ def test_the_command_runs_through_on_the_references(
     where = tmp_path / "engine.json"
     line = (
         f"bench engine --devices cpu --config tiny --layers 4 --tp {tp} --contexts 128 --lanes 1 --drafts 2 --rounds 10 "
-        f"--prefill 70 --chunk 64 --draft-rows 512 --draft-window 64 --json {where}"
+        f"--prefill 70 --chunk 64 --draft-rows 512 --draft-window 64 --attention plain --head-split on --json {where}"
     )
     assert main(line.split()) == 0
     out = capsys.readouterr().out
     assert "first token after      70" in out and out.count(" ms (") == 1 and "floor" not in out
+    split, link = ("none", "solo") if tp == "1" else ("on", "alone")
+    choices = (
+        f"attention plain, head split {split}, draft head 512-rows, draft window 64, collective {link}, graphs off"
+    )
+    assert f", kv int8, {choices}, delta chunked" in out and "recipe v100" in out
     measured = read_measured(where)
     assert [(row.context, row.lanes, row.drafts, row.tp) for row in measured.rounds] == [(128, 1, 2, int(tp))]
     assert json.loads(where.read_text())["memory"]["used"] is None

@@ -17,6 +17,7 @@ import torch
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.cli.main import main
+from duovolt.kernels.delta import Round as DeltaRound
 from duovolt.perf import launch_measure
 from duovolt.perf.cards import Card, load_card
 from duovolt.perf.device_timing import Timing, Together, time_queued
@@ -24,7 +25,7 @@ from duovolt.perf.launch_card import sections
 from duovolt.perf.launch_edges import Edges, Placed, windows
 from duovolt.perf.launch_file import Chain, Edge, LaunchTime, LaunchTimes, read_launch_times
 from duovolt.perf.launch_measure import Costs, Found, Subject, Wanted, lone, measure_subject
-from duovolt.perf.launch_record import Call
+from duovolt.perf.launch_record import Call, describe
 from duovolt.perf.ledger import Ledger, Shape, ledger_of
 from duovolt.perf.machine import Machine, machine_of
 from duovolt.perf.model_source import model_at, sheet_at
@@ -182,15 +183,17 @@ def launch_of(key: str, kv: int) -> Any:
     return Named(key, key.partition(" ")[0], kv)
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are timed on the simulated card, with 20 us more to each as a whole."""
+def simulate(monkeypatch: pytest.MonkeyPatch, idle: str = "") -> None:
+    """Graphs are timed on the simulated card, with 20 us more to each as a whole; `idle`: a kernel that rests among others."""
 
     def timed(launches: Any, device: Any, repeats: int = 0, together: Any = None, overlap: bool = False) -> Timing:
-        works = []
-        for one in launches:
-            call, early = (one.call, one.early) if isinstance(one, Placed) else (one, overlap)
+        works, calls = [], [one.call if isinstance(one, Placed) else one for one in launches]
+        for one, call in zip(launches, calls, strict=True):
+            early = one.early if isinstance(one, Placed) else overlap
             assert together is not None or not call.is_exchange  # an exchange takes both ranks
             work = work_of(call.key, call.nbytes)
+            if idle and call.key.startswith(idle) and len({other.key for other in calls}) > 1:
+                work = Work(work.kernel, 0.5 * US, 0.1 * US)
             works.append((work, early))
             if call.op == "elementwise":  # torch's own two
                 works.append((work, False))
@@ -222,6 +225,65 @@ def test_a_subject_is_measured_edge_by_edge_and_as_a_chain(monkeypatch: pytest.M
     keys = [(edge.key, *edge.after) for edge in found.edges]
     repeated = {key for key in keys if keys.count(key) > 1}
     assert repeated and all("attention_int8" in " ".join(key) for key in repeated)  # only what reads keys goes by depth
+
+
+@torch.inference_mode()
+def test_every_graph_begins_where_the_round_has_left_its_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often bookkeeping was called before; else lanes are past their limits, and what attends to them does nothing."""
+    seen: list[str] = []
+
+    def timed(launches: Any, device: Any, repeats: int = 0, together: Any = None, overlap: bool = False) -> Timing:
+        for one in launches:
+            call = one.call if isinstance(one, Placed) else one
+            if call.op == "decode_attention":
+                assert describe(call.op, call.args, call.kwargs)[1] == pytest.approx(call.nbytes, rel=0.05)
+            if call.op == "delta_decode":
+                (batch,) = (part for part in (*call.args, *call.kwargs.values()) if isinstance(part, DeltaRound))
+                assert batch.counts.tolist() == [3] and batch.lanes.tolist() == [0]
+            seen.append(call.op)
+            if call.op in ("round_rows", "round_advance"):
+                one()
+        return Timing(10 * US, 0.0)
+
+    monkeypatch.setattr(launch_measure, "time_queued", timed)
+    model, found = model_at("tiny", 1, None), Found()
+    subject = Subject(model, 0, lone(model), Wanted([100, 300], 2), CPU)
+    measure_subject(subject, found, Costs(0.0), None, lambda one: None)
+    last = max(place for place, op in enumerate(seen) if op == "round_advance")
+    assert {"decode_attention", "delta_decode"} <= set(seen[last:])  # at another depth
+    assert len(found.chains) == 1 and not found.refused
+
+
+@torch.inference_mode()
+def test_what_takes_less_in_turn_than_one_by_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card on which a product rests unless it is alone."""
+    simulate(monkeypatch, "swiglu")
+    model, found = model_at("tiny", 1, None), Found()
+    subject = Subject(model, 0, lone(model), Wanted([100], 2), CPU)
+    measure_subject(subject, found, Costs(20 * US), None, lambda one: None)
+    *edges, chain = found.refused
+    assert not found.chains and "calls in a row" in chain and "did less than in a round" in chain
+    assert edges and all("swiglu" in line and "in turn" in line for line in edges)
+    named = {tuple(line.partition(": in turn")[0].split(" > ")) for line in edges}
+    assert not named & {(*reversed(edge.after), edge.key) for edge in found.edges}
+    assert found.edges and all(edge.in_turn > 0 for edge in found.edges)
+
+
+def test_layers_in_a_row_that_are_too_fast_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an older file, to forecasts and card files."""
+    good = Chain("tiny, recipe v100", 1, 10, 104e-6, 100e-6, overlapped=95e-6, saved=10e-6)
+    odd = Chain("tiny, recipe v100", 1, 10, 90e-6, 100e-6, overlapped=85e-6, saved=10e-6)
+    plain, ledger = load_card("h200"), ledger_of(sheet_at("tiny", 1, None), Shape(100, 2))
+    for chains, gap in (([odd], plain.gap_us * US), ([good, odd], 0.4 * US)):
+        times = LaunchTimes(MACHINE, ["tiny"], [LaunchTime("rms_norm 5 T4 x1", 0.0, 2e-6)], chains)
+        assert plain.with_launches([times]).gap(ledger) == pytest.approx(gap)
+        assert ("gap_us = 0.40" in sections([times])) == (good in chains)
+    file = tmp_path / "old.json"
+    file.write_bytes(times.encode())
+    assert (
+        main(["predict", "tiny", "--card", "h200", "--drafts", "2", "--context", "100", "--launches", str(file)]) == 0
+    )
+    assert (out := capsys.readouterr().out).count("left out, tiny") == 1 and "did less than in a round" in out
 
 
 @torch.inference_mode()
@@ -353,6 +415,7 @@ def test_on_paper(cards: str, constant: float, median: float, worst: float) -> N
         {"key": "a", "after": ["b"], "saved": 100.0},
         {"key": "a", "after": ["b"], "saved": 1e-6, "nbytes": -1},
         {"key": "a", "after": "b", "saved": 1e-6},
+        {"key": "a", "after": ["b"], "saved": 1e-6, "in_turn": 61},
     ],
 )
 def test_edges_that_cannot_be_are_refused(tmp_path: Path, content: dict[str, Any]) -> None:

@@ -8,8 +8,6 @@ import msgspec
 import pytest
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
-from duovolt.convert.pipeline import convert
-from duovolt.convert.recipe import load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.memory import kv_bytes_per_token
 from duovolt.perf.shapes import configuration
@@ -26,9 +24,7 @@ from duovolt.runtime.rank.cards import (
 )
 from duovolt.runtime.rank.preflight import Refused, Settled, Wishes, preflight
 from duovolt.runtime.rank.settle import Unfit, answer, settle
-from duovolt.shard.split import shard
 
-TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 V100 = Card(0, "Tesla V100-PCIE-32GB", "GPU-0", (7, 0), 80, 877, 34_000_000_000, 33_000_000_000, "0000:3b:00.0")
 VOLTA_TORCH = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
 
@@ -41,12 +37,9 @@ def machine(*cards: Card, arches: list[str] = VOLTA_TORCH, **changes: object) ->
     return msgspec.structs.replace(Probe(list(cards), "2.7.1", "12.6", arches), **changes)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    convert(TINY, folder / "converted", load_recipe("v100"), 1, lambda count: None)
-    shard(folder / "converted", folder / "two", 2)
-    return folder / "two"
+@pytest.fixture
+def ranks(tiny: Path) -> Path:
+    return tiny / "ranks-2"
 
 
 def wishes(ranks: Path, **changes: object) -> Wishes:

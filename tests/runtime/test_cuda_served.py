@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from duovolt.convert.pipeline import convert
-from duovolt.convert.recipe import load_recipe
-from duovolt.shard.split import shard
-
 from ..support.damage import edit_tensor
 from .conftest import Server, running
 
-TINY = Path(__file__).parents[2] / "tiny" / "checkpoint"
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello"}],
@@ -28,18 +23,9 @@ Start = Callable[..., Server]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cuda")
-    convert(TINY, folder / "converted", load_recipe("v100"), 1, lambda count: None)
-    for size in (1, 2):
-        shard(folder / "converted", folder / f"ranks-{size}", size)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def two(ranks: Path) -> Iterator[Server]:
+def two(tiny: Path) -> Iterator[Server]:
     yield from running(
-        ranks / "ranks-2", "--backend", "cuda", "--devices", "cpu", "--max-context", "512", "--kv", "fp16"
+        tiny / "ranks-2", "--backend", "cuda", "--devices", "cpu", "--max-context", "512", "--kv", "fp16"
     )
 
 
@@ -51,11 +37,11 @@ def said(server: Server) -> tuple[list[Any], dict[str, Any]]:
     return [entry["bytes"] for entry in entries], answer
 
 
-def test_two_ranks_give_the_answer_of_the_reference(start_server: Start, ranks: Path, two: Server) -> None:
+def test_two_ranks_give_the_answer_of_the_reference(start_server: Start, tiny: Path, two: Server) -> None:
     """From rank directories to HTTP; a trained model's greedy answer is the oracle's."""
     found, answer = said(two)
     assert answer["duovolt"]["drafts_proposed"] > 0
-    reference = start_server(ranks / "ranks-1", "--backend", "reference", "--max-context", "512", "--drafts", "0")
+    reference = start_server(tiny / "ranks-1", "--backend", "reference", "--max-context", "512", "--drafts", "0")
     assert found == said(reference)[0]
 
 
@@ -77,12 +63,12 @@ def test_the_plan_is_told_before_loading_and_the_choices_when_ready(two: Server)
         assert fact in log, fact
 
 
-def test_a_damaged_rank_is_named_at_start(start_server: Start, ranks: Path, tmp_path: Path) -> None:
+def test_a_damaged_rank_is_named_at_start(start_server: Start, tiny: Path, tmp_path: Path) -> None:
     """L07: the option of the engine is to load at all: digests are checked on the way."""
     import shutil
 
     broken = tmp_path / "ranks"
-    shutil.copytree(ranks / "ranks-1", broken)
+    shutil.copytree(tiny / "ranks-1", broken)
     name = "model.language_model.layers.2.mlp.up_proj.weight"
     edit_tensor(broken / "rank-0-of-1", name, lambda data: data.__setitem__(7, data[7] ^ 16))
     server = start_server(broken, "--backend", "cuda", "--devices", "cpu", "--max-context", "64", ready=False)
@@ -103,9 +89,9 @@ def test_a_damaged_rank_is_named_at_start(start_server: Start, ranks: Path, tmp_
     ],
 )
 def test_what_cannot_be_had_is_refused_with_one_line(
-    start_server: Start, ranks: Path, arguments: list[str], code: int, words: str
+    start_server: Start, tiny: Path, arguments: list[str], code: int, words: str
 ) -> None:
     """L01: nothing is read, nothing is started."""
-    server = start_server(ranks / "ranks-1", *arguments, ready=False, CUDA_VISIBLE_DEVICES="")
+    server = start_server(tiny / "ranks-1", *arguments, ready=False, CUDA_VISIBLE_DEVICES="")
     assert server.wait_exit(60) == code
     assert words in server.log and "Traceback" not in server.log and "loading" not in server.log

@@ -189,5 +189,6 @@ def test_the_command_says_it_in_one_line(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_options_that_only_cards_read_are_known(tmp_path: Path) -> None:
     assert ServeOptions(ranks=tmp_path, lanes=2, drafts=0).asked_of_cards == []
-    asked = ServeOptions(ranks=tmp_path, kv="fp16", graphs="off", draft_window=512).asked_of_cards
-    assert asked == ["--kv fp16", "--graphs off", "--draft-window 512"]
+    chosen = {"kv": "fp16", "attention": "plain", "head_split": "on", "graphs": "off", "draft_window": 512}
+    asked = ServeOptions(ranks=tmp_path, **chosen).asked_of_cards  # type: ignore[arg-type]
+    assert asked == ["--kv fp16", "--attention plain", "--head-split on", "--graphs off", "--draft-window 512"]

@@ -254,6 +254,12 @@ def hello(plan: ServePlan, rank: int, pid: int) -> Hello:
             [{"prompts": "plain"}, {"prompts": "wide:49-256"}],
             "differ in prompts: rank 0 has plain, rank 1 has wide",
         ),
+        (
+            [7, 8],
+            [{"attention": "split"}, {"attention": "plain"}],
+            "differ in attention: rank 0 has split, rank 1 has plain",
+        ),
+        ([7, 8], [{"head_split": "on"}, {"head_split": "off"}], "differ in head_split: rank 0 has on, rank 1 has off"),
         ([7, 8], [{"collective": "host"}, {}], "differ in collective: rank 0 has host, rank 1 has None"),
         ([7, 8], [{"kv": "int8"}, {"kv": "int8"}], None),
     ],

@@ -22,7 +22,8 @@ class CudaSettings(EngineSettings):
     """Choices of this backend beside those of every engine.
 
     kv: `int8` or `fp16`; graphs: capture rounds; overlap: let their launches overlap; chunked_delta: prompts go through
-    the delta rule 64 tokens at a time; draft_window: tokens of context that drafting looks at, 0: all.
+    the delta rule 64 tokens at a time; draft_window: tokens of context that drafting looks at, 0: all; attention: `split`
+    or `plain`; head_split: gather candidates in place of whole logits where they are enough.
     """
 
     kv: str = "int8"
@@ -30,6 +31,8 @@ class CudaSettings(EngineSettings):
     overlap: bool = True
     chunked_delta: bool = True
     draft_window: int = 0
+    attention: str = "split"
+    head_split: bool = False
 
 
 def load_cuda_engine(
@@ -70,6 +73,8 @@ def load_cuda_engine(
             int8=settings.kv == "int8",
             draft_head=settings.draft_head != "off",
             draft_window=settings.draft_window,
+            attention=settings.attention,
+            head_split=settings.head_split,
             graphs=settings.graphs,
             overlap=settings.overlap,
             chunked_delta=settings.chunked_delta,

@@ -42,6 +42,8 @@ class CudaExecutor:
     int8          keys and values in int8, else in fp16
     draft_window  tokens of context that drafting looks at, in whole pages; 0: all
     draft_head    draw drafts with the reduced head, where there is one
+    head_split    of a head that is cut over the ranks gather candidates, where they are enough, in place of whole logits
+    attention     `split` over positions and on tensor cores, or `plain`, for rounds and prompts
     chunked_delta prompts go through the delta rule 64 tokens at a time, on tensor cores; else one by one
     graphs        capture rounds; overlap: their launches may begin before the one before has ended, where the card can
     ahead         start a round before the last one's numbers are read
@@ -61,6 +63,8 @@ class CudaExecutor:
         int8: bool = True,
         draft_head: bool = True,
         draft_window: int = 0,
+        head_split: bool = False,
+        attention: str = "split",
         graphs: bool = True,
         overlap: bool = True,
         chunked_delta: bool = True,
@@ -79,14 +83,14 @@ class CudaExecutor:
         )
         ops = ops or ops_for(weights.device)
         ops = replace(ops, delta_prefill=partial(ops.delta_prefill, chunked=chunked_delta))
-        self.model = CudaModel(weights, self.state, link, ops, positions=max_context, draft_head=draft_head)
-        self.overflows = 0
-        self._context, self._int8, self._lanes, self._delta = (
-            max_context,
-            int8,
-            lanes,
-            "chunked" if chunked_delta else "recurrent",
+        if attention == "plain":
+            ops = replace(ops, decode_attention=ops.plain_attention, prefill_attention=ops.plain_prefill_attention)
+        self.model = CudaModel(
+            *(weights, self.state, link, ops), positions=max_context, draft_head=draft_head, head_split=head_split
         )
+        self.overflows = 0
+        self._context, self._int8, self._lanes, self._attention = max_context, int8, lanes, attention
+        self._delta = "chunked" if chunked_delta else "recurrent"
         self._device, self._link, self._vocabulary = weights.device, link, n_sampleable
         self._uses_mtp, self._ahead = drafts > 0, ahead
         self._graphs = Graphs(weights.device, enabled=graphs and link.name != "cpu", overlap=overlap)
@@ -113,6 +117,8 @@ class CudaExecutor:
         return {
             "kv": "int8" if self._int8 else "fp16",
             "kv_pages": str(self.pages),
+            "attention": self._attention,
+            "head_split": self.model.head_split,
             "draft_head": f"{rows}-rows" if rows else "full",
             "draft_window": f"{window * PAGE}" if (window := self._flights.window) else "off",
             "graphs": graphs,
@@ -294,7 +300,7 @@ class CudaExecutor:
         lanes.next[index, 0] = tokens[0]
         lane.read, lane.rounds, lane.forced = length, 0, [tokens[1:]]
         self.force(lane, len(tokens) - 1)
-        flight = self._flights.start([lane])
+        flight = self._flights.start([lane], whole=True)
         flight.land()
         self._link.check()
         self._count(flight.overflows)

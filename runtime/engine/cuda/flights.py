@@ -1,10 +1,11 @@
 """Rounds on their way: started on the stream, their few numbers read when they are asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ....kernels.candidates import CANDIDATES
 from ....kernels.round import REPORT
 from ....kernels.sampling_state import Cuts
 from ..lane import Lane
@@ -75,15 +76,16 @@ class Flights:
         self._ring = [torch.zeros(lanes + 1, REPORT, dtype=torch.int32, pin_memory=cuda) for _ in range(RING)]
         self._turn = 0
 
-    def start(self, lanes: list[Lane], ahead: int = 0) -> Flight:
-        """One round of these lanes, `ahead` rounds of which are on their way."""
+    def start(self, lanes: list[Lane], ahead: int = 0, *, whole: bool = False) -> Flight:
+        """One round of these lanes, `ahead` rounds of which are on their way. whole: leave all logits on the canvas."""
         given = [lane.forced_drafts() for lane in lanes]
         drafts, is_given = self._drafts, any(own is not None for own in given)
         if is_given:
             drafts = max(len(own or []) for own in given)
         reach = max(lane.length for lane in lanes) + (1 + ahead) * (1 + drafts)
         bucket = min(self._most, next((bound for bound in BUCKETS if reach < bound), self._most))
-        shape = Shape(len(lanes), drafts, bucket, cuts_of(lanes), is_given, self.window)
+        few = not whole and self._few(lanes)
+        shape = Shape(len(lanes), drafts, bucket, cuts_of(lanes), is_given, self.window, few)
         made = self._round(shape, lanes)
         if is_given:
             self._give(made.buffers, [own or [] for own in given])
@@ -96,7 +98,7 @@ class Flights:
 
     def first(self, lane: Lane) -> Flight:
         """The first token of a lane whose prompt has been read."""
-        shape = Shape(1, 0, self._most, cuts_of([lane]), False, self.window)
+        shape = Shape(1, 0, self._most, cuts_of([lane]), False, self.window, self._few([lane]))
         made, masks = self._round(shape, [lane]), None
         if lane.constraint is not None:
             masks = Masks([lane], [[]], 1, self.canvas.vocabulary)
@@ -116,7 +118,12 @@ class Flights:
         buckets = [*(bound for bound in BUCKETS if bound < self._most), self._most]
         cuts = (Cuts(False, False, True), Cuts(True, True))
         chosen = buckets if every_depth else buckets[:1]
-        return [Shape(sequences, self._drafts, bucket, cut, False, self.window) for bucket in chosen for cut in cuts]
+        shape = Shape(sequences, self._drafts, self._most, cuts[0], False, self.window, self._model.splits)
+        return [replace(shape, positions=bucket, cuts=cut) for bucket in chosen for cut in cuts]
+
+    def _few(self, lanes: list[Lane]) -> bool:
+        """Whether candidates are gathered in place of whole logits, and are enough for all of these lanes."""
+        return self._model.splits and all(draws_from_few(lane) for lane in lanes)
 
     def _round(self, shape: Shape, lanes: list[Lane]) -> Round:
         key = (shape.sequences, shape.drafts)
@@ -175,3 +182,13 @@ def cuts_of(lanes: list[Lane]) -> Cuts:
     drawing = [wish for wish in wishes if wish.temperature > 0]
     top_k, top_p = any(wish.top_k for wish in drawing), any(wish.top_p < 1 for wish in drawing)
     return Cuts(top_k, top_p, not drawing)
+
+
+def draws_from_few(lane: Lane) -> bool:
+    """Whether the first `CANDIDATES` of each rank hold all that the lane can get: a greedy token, or one of a top-k.
+
+    A grammar's mask comes after them, and scores need every logit.
+    """
+    wishes = lane.request.sampling
+    few = wishes.temperature == 0 or 0 < wishes.top_k <= CANDIDATES
+    return few and lane.constraint is None and not wishes.logprobs

@@ -5,8 +5,10 @@ from torch import Tensor
 
 from ....checkpoint.errors import InputError
 from ....kernels import reference
+from ....kernels.candidates import CANDIDATES
 from ....kernels.linear import MAX_TOKENS
 from ....kernels.ops import Ops
+from ....kernels.sampling_state import Decision
 from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective
 from .layers import ChunkLayers, Common, Layers, in_turn
@@ -29,8 +31,10 @@ class CudaModel:
         *,
         positions: int,
         draft_head: bool = True,
+        head_split: bool = False,
     ) -> None:
-        """positions: rotary positions to know; draft_head: draw drafts with the reduced head where there is one.
+        """positions: rotary positions to know; draft_head: draw drafts with the reduced head where there is one;
+        head_split: of a head that is cut over the ranks candidates may be gathered in place of whole logits.
 
         Raises InputError if the ranks of weights and link differ.
         """
@@ -47,8 +51,16 @@ class CudaModel:
         self.weights, self.state, self.ops, self.link = weights, state, ops, link
         self.common = Common(ops, state, weights.sizes, text.rms_norm_eps, tables, axes, link)
         self.vocabulary = text.vocab_size
+        self.shared_head = weights.head_cut and link.size > 1
+        self.splits = head_split and self.shared_head
+        self._few = torch.full((MAX_TOKENS, link.size * 2 * CANDIDATES), -1.0, device=device)  # -1: no candidate
         self._draft_head = weights.draft_head if draft_head else None
         self._draft_ids = self._gathered_ids()
+
+    @property
+    def head_split(self) -> str:
+        """For the log line: `none` where nothing is gathered, because the whole head is here."""
+        return ("on" if self.splits else "off") if self.shared_head else "none"
 
     @property
     def draft_rows(self) -> int:
@@ -106,15 +118,21 @@ class CudaModel:
         layers.multiply(joined, [mtp.fc], [x])
         return self._last(x, layers.run(x, [mtp.layer], [pool]), mtp.norm, layers)
 
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """hidden fp16 [T, H], T up to 24 -> out float32 [T, V], over the whole vocabulary, padding rows included."""
-        return self._head(hidden, self.weights.head, self.weights.head_cut, out)
+    def logits(self, hidden: Tensor, out: Tensor, asked: Decision | None = None) -> Tensor:
+        """hidden fp16 [T, H], T up to 24 -> out float32 [T, V], over the whole vocabulary, padding rows included.
 
-    def draft_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        asked: what is to be decided by the rows. With a head that is cut only what can decide it is gathered, and the rest
+        of `out` is minus infinity (kernels/candidates.py).
+        """
+        return self._head(hidden, self.weights.head, self.weights.head_cut, out, asked)
+
+    def draft_logits(self, hidden: Tensor, out: Tensor, asked: Decision | None = None) -> Tensor:
         """As `logits`, for drafting: with a reduced head, only its tokens' places are written."""
         head, ids = self._draft_head, self._draft_ids
         if head is None or ids is None:
-            return self.logits(hidden, out)
+            return self._head(hidden, self.weights.head, self.weights.head_cut, out, asked, is_open=True)
+        if asked is not None and head.cut:
+            return self._gathered(self.ops.linear(hidden, head.weight), out, asked, ids=head.ids, is_open=True)
         values = torch.empty(hidden.shape[0], len(ids), device=hidden.device)
         return self.ops.scatter_logits(self._head(hidden, head.weight, head.cut, values), ids, out)
 
@@ -128,12 +146,35 @@ class CudaModel:
         wide = torch.empty_like(x) if wide is None else wide
         return layers.norm(x, norm, delta, wide), wide
 
-    def _head(self, hidden: Tensor, weight: Weight, cut: bool, out: Tensor) -> Tensor:
+    def _head(
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        cut: bool,
+        out: Tensor,
+        asked: Decision | None = None,
+        *,
+        is_open: bool = False,
+    ) -> Tensor:
         assert hidden.shape[0] <= MAX_TOKENS
         if not cut:
             return self.ops.linear(hidden, weight, out)
-        self.link.gather(self.ops.linear(hidden, weight), out)
+        share = self.ops.linear(hidden, weight)
+        if asked is not None:
+            return self._gathered(share, out, asked, is_open=is_open)
+        self.link.gather(share, out)
         return out
+
+    def _gathered(
+        self, share: Tensor, out: Tensor, asked: Decision, *, ids: Tensor | None = None, is_open: bool
+    ) -> Tensor:
+        """The candidates of all ranks' shares at their places, where they are of `ids`, or else in rank order."""
+        own = self.ops.candidates(
+            share, asked, self.state.sampling, first=self.link.rank * share.shape[1], ids=ids, open_rows=is_open
+        )
+        gathered = self._few[: len(own)]
+        self.link.gather(own, gathered)
+        return self.ops.spread(gathered, out)
 
     def _gathered_ids(self) -> Tensor | None:
         """The draft head's tokens of all ranks; ids below 2^24 are exact in what the link carries."""

@@ -14,7 +14,7 @@ from ....kernels.norm import LARGEST
 from ....kernels.round import REPORT
 from ....kernels.round_state import DRAFT, KEPT, VERIFY, Draws, Pass
 from ....kernels.sampling import DRAFT as TO_DRAFT
-from ....kernels.sampling_state import MAX_DRAFTS, Cuts, Distributions, Drawn
+from ....kernels.sampling_state import MAX_DRAFTS, Cuts, Decision, Distributions, Drawn
 from ..pages import PAGE
 from .layers import RowLayers
 from .model import CudaModel
@@ -25,7 +25,8 @@ class Shape:
     """What a round's launches depend on.
 
     positions: more than every position, a bucket; given: the host writes the drafts, no MTP layer is asked; window:
-    pages of context that drafting looks at, besides the newest, 0: all.
+    pages of context that drafting looks at, besides the newest, 0: all; few: of a head cut over the ranks only candidates
+    are gathered, which hold all that these lanes can draw.
     """
 
     sequences: int
@@ -34,6 +35,7 @@ class Shape:
     cuts: Cuts
     given: bool
     window: int = 0
+    few: bool = False
 
     @property
     def draft_positions(self) -> int:
@@ -107,7 +109,7 @@ class Round:
         hidden = model.ops.embed(rows.picked, wide)
         staged = hidden.clamp(-LARGEST, LARGEST).half()
         for step in range(shape.drafts):
-            logits = model.draft_logits(staged, canvas.draft_logits[: shape.sequences])
+            logits = model.draft_logits(staged, canvas.draft_logits[: shape.sequences], self._asked(rows))
             model.ops.decide(
                 *(logits[:, : canvas.vocabulary], rows.decision, state.sampling),
                 canvas.guesses.part(step * shape.sequences, shape.sequences),
@@ -129,7 +131,7 @@ class Round:
         total = shape.sequences * shape.rows
         layers = self._layers(rows, shape.rows, shape.positions)
         staged, _ = model.forward(model.embed(rows.tokens), layers, canvas.wide[:total])
-        model.logits(staged, canvas.logits[:total])
+        model.logits(staged, canvas.logits[:total], self._asked(rows))
 
     def settle(self, *, masked: bool = False) -> None:
         """Judge the drafts, draw a token more, move on. masked: by the canvas's mask."""
@@ -143,6 +145,7 @@ class Round:
             draft_rows=canvas.guesses.part(0, drafted) if drafted and not shape.given else None,
             progress=state.progress,
             mask=canvas.mask[:total] if masked else None,
+            sparse=shape.few,
             drawn=buffers.drawn,
         )
         self._advance(canvas.wide[:total], through=True)
@@ -152,12 +155,14 @@ class Round:
         buffers, canvas, model, state = self.buffers, self._canvas, self._model, self._model.state
         self._rows(VERIFY, buffers.verified, buffers.drawn.produced)
         hidden = state.hidden[lane, :1].clone()
-        logits = model.logits(hidden.clamp(-LARGEST, LARGEST).half(), canvas.logits[:1])
+        staged = hidden.clamp(-LARGEST, LARGEST).half()
+        logits = model.logits(staged, canvas.logits[:1], self._asked(buffers.verified))
         model.ops.decide(
             logits[:, : canvas.vocabulary],
             *(buffers.verified.decision, state.sampling, canvas.targets.part(0, 1)),
             cuts=self.shape.cuts,
             mask=canvas.mask[:1] if masked else None,
+            sparse=self.shape.few,
             drawn=buffers.drawn,
         )
         self._advance(hidden, through=False)
@@ -182,6 +187,10 @@ class Round:
             certain=certain,
             copies=copies,
         )
+
+    def _asked(self, rows: Pass) -> Decision | None:
+        """What is to be decided behind a pass, where its candidates are enough."""
+        return rows.decision if self.shape.few else None
 
     def _layers(self, rows: Pass, tokens: int, positions: int) -> RowLayers:
         return RowLayers(self._model.common, rows, max_tokens=tokens, max_positions=positions)

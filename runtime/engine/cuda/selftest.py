@@ -25,6 +25,7 @@ from ....kernels.delta import (
 from ....kernels.kvcache import DIM, PAGE, KVCache
 from ....kernels.linear import linear, linear_reference, swiglu, swiglu_reference
 from ....kernels.norm import rms_norm, rms_norm_reference
+from ....kernels.plain_attention import plain_attention
 from ....kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from ....kernels.weights import BAND, GROUP, Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
@@ -63,7 +64,8 @@ def check_answers(device: torch.device, cases: list[Case] | None = None) -> list
 
 
 def all_cases() -> list[Case]:
-    """Every encoding of the linears, the fused gate, both caches, the delta rule, the norm; of a prompt's chunk, too."""
+    """Every encoding of the linears, the fused gate, both caches, both ways of attention, the delta rule, the norm; of a
+    prompt's chunk, too."""
     cases = [
         _pair(f"linear {encoding}", partial(_multiply, encoding), linear, linear_reference)
         for encoding in ("nvfp4", "fp8", "fp8_blocks", "half")
@@ -73,6 +75,7 @@ def all_cases() -> list[Case]:
         cases.append(_pair(f"attention {kind}", attend, decode_attention, decode_attention_reference))
         read = partial(_read, kind == "int8")
         cases.append(_pair(f"attention of a prompt {kind}", read, prefill_attention, prefill_attention_reference))
+        cases.append(_pair(f"attention {kind} in the plain way", attend, plain_attention, decode_attention_reference))
     for name, chunked in (("in chunks", True), ("token by token", False)):
         run = partial(_delta_prompt, chunked)
         cases.append(_pair(f"delta rule of a prompt {name}", run, delta_prefill, delta_prefill_reference))

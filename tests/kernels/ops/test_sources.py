@@ -14,6 +14,7 @@ from .support import FORBIDDEN
 
 SOURCES = (
     "attention",
+    "attention_plain",
     "attention_prefill",
     "delta",
     "delta_apart",
@@ -26,7 +27,7 @@ SOURCES = (
     "round",
     "sampling",
 )
-SOURCES += ("speculation", "staging")
+SOURCES += ("candidates", "speculation", "staging")
 
 
 @pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])
