@@ -12,8 +12,9 @@ token's may differ between numbers of tokens. In the wide linear they do not dep
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +29,12 @@ from .weights import BAND, GROUP, Fp8BlockWeight, HalfWeight, Nvfp4Weight, Weigh
 
 SOURCE = "dequantise.cu"
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
-SCRATCH_BYTES = 96 << 20  # of plain weights at a time
+SCRATCH_BYTES = 192 << 20  # of plain weights at a time, and so of a matrix that is multiplied whole
+BESIDE_ROWS = (
+    4096  # of a piece where the next one is made beside its product: two nearly full waves of tiles for 2,048 tokens
+)
+_BESIDE_PIECES = 3  # at least: what is made before the first product is hidden by none
+_PARTIAL_BYTES = 20 << 20  # of the wide linear's sums on 160 multiprocessors
 _LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
 _LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
@@ -50,7 +56,7 @@ def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
             few = slice(first, first + MAX_TOKENS)
             linear(x[few], weight, out[few], dtype=torch.float16)
     else:
-        _multiply_plain(x, [weight], [out])
+        _multiply_plain(x, weight, out)
     return out
 
 
@@ -146,32 +152,43 @@ class _Piece:
         return self.bands * BAND * self.weight.shape[1]
 
 
-def _pieces(weights: Sequence[Weight], outs: Sequence[Tensor], elements: int) -> Iterator[_Piece]:
-    """Of at most `elements` plain values each, those of a matrix about equal; a band at least."""
-    for weight, out in zip(weights, outs, strict=True):
-        rows, columns = weight.shape
-        bands = weight.words.shape[0]
-        count = -(-bands // max(1, elements // (BAND * columns)))
-        for number in range(count):
-            first, end = number * bands // count, (number + 1) * bands // count
-            yield _Piece(weight, first, end - first, out[:, first * BAND : min(end * BAND, rows)])
+def workspace_bytes(largest: int) -> int:
+    """Memory of a call beside x and its outputs, whose largest matrix has `largest` values."""
+    return max(min(SCRATCH_BYTES, 2 * largest), _PARTIAL_BYTES)
 
 
-def _multiply_plain(x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
+def _pieces(weight: Weight, out: Tensor, most: int, *, equal: bool) -> list[_Piece]:
+    """Of at most `most` bands each: about equal, or all but the last of so many."""
+    rows, bands = weight.shape[0], weight.words.shape[0]
+    count = -(-bands // most)
+    cuts = [number * bands // count if equal else min(number * most, bands) for number in range(count + 1)]
+    return [
+        _Piece(weight, first, end - first, out[:, first * BAND : min(end * BAND, rows)])
+        for first, end in pairwise(cuts)
+    ]
+
+
+def _multiply_plain(x: Tensor, weight: Weight, out: Tensor) -> None:
     """By dequantised pieces and the vendor's product, one after the other or side by side.
 
     Buffers are this call's own: another thread's launches may come between the two of a piece, on this stream or another,
     and torch's allocator hands memory on only in the order of a stream, or of the graph that is being captured.
     """
-    beside = choice(x.device.index).overlap_dequantising
-    pieces = list(_pieces(weights, outs, SCRATCH_BYTES // (4 if beside else 2)))
-    elements = max(piece.elements for piece in pieces)
-    buffers = torch.empty(1 + beside, elements, dtype=torch.float16, device=x.device)
-    if not beside:
-        for piece in pieces:
-            _product(x, piece, _plain(piece, buffers[0]))
-        return
-    # Two buffers in turn: while one is multiplied, the other is filled on a stream of its own.
+    most = max(1, SCRATCH_BYTES // (2 * BAND * x.shape[1]))
+    if choice(x.device.index).overlap_dequantising:
+        few = min(BESIDE_ROWS // BAND, max(1, most // 2))
+        if weight.words.shape[0] > few * (_BESIDE_PIECES - 1):
+            _multiply_beside(x, _pieces(weight, out, few, equal=False))
+            return
+    pieces = _pieces(weight, out, most, equal=True)
+    buffer = _buffers(x, pieces, 1)[0]
+    for piece in pieces:
+        _product(x, piece, _plain(piece, buffer))
+
+
+def _multiply_beside(x: Tensor, pieces: Sequence[_Piece]) -> None:
+    """Two buffers in turn: while one is multiplied, the other is filled on a stream of its own."""
+    buffers = _buffers(x, pieces, 2)
     main = torch.cuda.current_stream(x.device)
     side = _side_stream(x.device, main.cuda_stream)
     side.wait_stream(main)  # who used the memory before
@@ -186,6 +203,11 @@ def _multiply_plain(x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]
         main.wait_event(filled)
         _product(x, piece, plain)
         multiplied.append(main.record_event())
+
+
+def _buffers(x: Tensor, pieces: Sequence[_Piece], count: int) -> Tensor:
+    """fp16, each as large as the largest piece."""
+    return torch.empty(count, max(piece.elements for piece in pieces), dtype=torch.float16, device=x.device)
 
 
 def _plain(piece: _Piece, buffer: Tensor) -> Tensor:

@@ -1,19 +1,16 @@
 // Tiles to plain fp16, for products with more tokens than the decode linear takes: out[r, c] = W[r, c] * s[r] * factor.
 #include "encodings.cuh"
 
-#ifndef AHEAD
-#define AHEAD 4
-#endif
 constexpr int kTiles = 4; // that a warp takes
-constexpr int kAhead = AHEAD;
 constexpr int kParts = kRows / 4;
 
 // A warp takes four tiles of one band, four rows at a time: eight lanes a row, each half a row of a tile, so that a row's
 // 64 columns are written as one run of 128 bytes. Bands from first_band on go to out [32 * bands, 16 * groups]. Words of kAhead
-// parts are under way at a time: the compiler moves no load before a store that might change what it reads.
+// parts are under way at a time, as many as was fastest: the compiler moves no load before a store that might change what it reads.
 template <class Weight>
 __device__ __forceinline__ void dequantise(const Matrix &matrix, unsigned short *out, int groups, int first_band,
                                            int bands, float factor) {
+    constexpr int kAhead = Weight::kBytes < 16 ? 8 : 4;
     const int lane = threadIdx.x % 32;
     const int quads = (groups + kTiles - 1) / kTiles;
     const int warps = blockDim.x / 32;

@@ -34,6 +34,12 @@ WAYS = {
 HALF_ERROR, SUM_ERROR = 1e-3, 2e-5  # relative L2
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """So that small matrices have pieces enough to go side by side."""
+    monkeypatch.setattr(prefill, "BESIDE_ROWS", 64)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_way_against_float64(encode, encoding, shape):
@@ -100,7 +106,7 @@ def test_several_matrices_into_columns_and_gates(encode, way):
 
 def test_pieces_side_by_side_give_what_pieces_in_turn_give(encode, monkeypatch):
     """Many small pieces, so that each half of the scratch is used again and again, with other work before and after."""
-    monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * 32 * 1024 * 8)
+    monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * 32 * 1024 * 4)
     rng = np.random.default_rng(5)
     sample = encode("nvfp4", matrix("normal", (32 * 61, 1024), rng))
     weight, x = on_gpu(sample.weight), activations("normal", 1024, rng, 600)
