@@ -137,7 +137,8 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
         for chain in found.chains:
             print(
                 f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.calls} calls in a row "
-                f"{chain.seconds * 1e6:.1f} us, alone {chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call"
+                f"{chain.seconds * 1e6:.1f} us, alone {chain.alone * 1e6:.1f} us: {chain.gap * 1e6:+.2f} us a call; "
+                f"{chain.begin * 1e6:.1f} us where a graph begins"
             )
             if (gap := chain.gap_overlapped) is not None:
                 print(

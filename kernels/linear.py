@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from . import reference
-from .module import load
+from .module import block_shared_bytes, load, multiprocessor_shared_bytes
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, halve, task
-from .tuning import HALF_BAND, HALVES, PAIR_BLOCKS, choice, multiprocessors
+from .tuning import HALF_BAND, HALVES, PAIR_BLOCKS, choice, multiprocessors, spread
 from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
 
 __all__ = [
@@ -152,6 +152,9 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
             kernel = f"{kernel}_{HALVES}"
     blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, processors, resident)
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
+    if module.overlapping:
+        limits = block_shared_bytes(device), multiprocessor_shared_bytes(device)
+        shared_bytes = spread(shared_bytes, blocks, processors, *limits)
     module.launch(f"linear_{kernel}_{padded}", blocks, THREADS, (filled,), shared_bytes, overlap=True)
 
 

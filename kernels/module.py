@@ -123,7 +123,7 @@ class Module:
         if elsewhere:
             self._call("cuCtxPushCurrent", self._context)
         try:
-            if overlap and self._overlaps and _overlapping.get():
+            if overlap and self.overlapping:
                 config = self._overlapped(grid, threads, shared_bytes, stream)
                 function = self._function(name, shared_bytes)
                 self._call("cuLaunchKernelEx", config, function, parameters.address, 0, what=f"launching {name}")
@@ -139,6 +139,11 @@ class Module:
         finally:
             if elsewhere:
                 self._call("cuCtxPopCurrent")
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether a launch with `overlap` begins before the one before it has ended."""
+        return self._overlaps and _overlapping.get()
 
     def attribute(self, name: str, attribute: str) -> int:
         """A `CUfunction_attribute` of kernel `name`, for example NUM_REGS or SHARED_SIZE_BYTES."""
@@ -233,10 +238,21 @@ def driver() -> ModuleType:
     return driver
 
 
+@functools.cache
 def block_shared_bytes(device: int) -> int:
     """Shared memory in bytes that a block of a CUDA device may ask for. Raises EnvironmentFault if the driver refuses."""
+    return _shared_bytes(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+
+
+@functools.cache
+def multiprocessor_shared_bytes(device: int) -> int:
+    """Shared memory in bytes of a multiprocessor, for all its blocks. Raises EnvironmentFault if the driver refuses."""
+    return _shared_bytes(device, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
+
+
+def _shared_bytes(device: int, attribute: str) -> int:
     bindings = driver()
-    wanted = bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    wanted = getattr(bindings.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
     status, number = bindings.cuDeviceGet(device)
     if int(status) == 0:
         status, found = bindings.cuDeviceGetAttribute(wanted, number)

@@ -37,6 +37,7 @@ _PAIR_COST = 0.5  # sixteen rows of gate and of up against a band of each
 PAIR_BLOCKS = {8: 3, 16: 2, 24: 2}
 _WARPS = 8
 _OLDEST_RING = 80  # the first architecture with rings and half bands
+_RESERVED_BYTES = 1024  # of shared memory, that every block takes besides, on sm_80 and newer
 MOST_STAGES = 8
 MOST_BLOCKS = 16
 WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weights, these three
@@ -128,6 +129,17 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stages = self.stages | {"fp8": self.mixed_stages} if encoding == "any" else self.stages
         names = list(STAGES) if encoding == "any" else [encoding]
         return sums + max(_WARPS * stages[name] * STAGE_BYTES[name] for name in names)
+
+
+def spread(shared_bytes: int, blocks: int, multiprocessors: int, most: int, in_all: int) -> int:
+    """Dynamic shared memory of a block that lets a multiprocessor hold no more blocks of a launch than an even share.
+
+    A launch that begins before the one before has ended finds room wherever that one ends first, and would pile its blocks up
+    there: three on a multiprocessor, and none on another. `most`: bytes that a block may have; `in_all`: a multiprocessor.
+    """
+    share = -(-blocks // multiprocessors)
+    wanted = in_all // (share + 1) - _RESERVED_BYTES + 1  # of which one more does not fit
+    return max(shared_bytes, min(wanted, most))
 
 
 _override: ContextVar[Choice | None] = ContextVar("tuning_override", default=None)

@@ -36,6 +36,9 @@ LONE = ("elementwise",)  # recorded behind a round, called within it
 _ROUNDS = 3  # before the one that is listened to: buffers are made, lanes have drafts that stood
 _SPARE = 64
 _REPEATS = 9  # of an edge's graphs, of which there are many
+_PASSES = (
+    4  # of a longer graph of the same calls: what it takes more is theirs, without what the beginning of a graph costs
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,16 @@ class Costs:
     """Of a graph: seconds that it takes beside its nodes."""
 
     start: float
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Calls one after the other: their seconds within a long graph, and what its beginning costs beside. `dry`: as `Timing`."""
+
+    seconds: float
+    begin: float
+    spread: float
+    dry: bool
 
 
 def shortened(model: Described) -> Described:
@@ -175,6 +188,15 @@ class Subject:
             self._state.restore()
         return time_queued(launches, self.device, repeats, together=together, overlap=overlap)
 
+    def steady(
+        self, launches: Sequence[Callable[[], object]], together: Together | None = None, overlap: bool = False
+    ) -> Steady:
+        """As `timed`, of the launches as they are where many others stand before and behind them."""
+        once, often = (self.timed([*launches] * passes, together=together, overlap=overlap) for passes in (1, _PASSES))
+        whole = once.seconds * len(launches)
+        seconds = max((often.seconds * _PASSES * len(launches) - whole) / (_PASSES - 1), 0.2 * whole)
+        return Steady(seconds, whole - seconds, often.spread, once.dry or often.dry)
+
 
 def _plain(encodings: dict[str, str]) -> dict[str, str]:
     return {name: "nvfp4" if word.startswith("nvfp4") else word for name, word in encodings.items()}
@@ -194,13 +216,13 @@ def measure_subject(
         mine = [call for call in calls if exchanging or not call.is_exchange]
         for call in sorted(mine, key=lambda one: ORDER.index(one.op) if one.op in ORDER else -1):
             if found.of(call) is None:
-                one = _alone(call, subject, costs, together)
+                one = _alone(call, subject, together)
                 found.launches.append(one)
                 tell(one)
                 _release(subject.device)
         if subject.wanted.overlap:  # what is called between rounds has no place among them
             edges.saved(windows([call for call in mine if call.op not in LONE]))
-        if number == 0 and (chain := _chain(subject, mine, found, costs, edges)) is not None:
+        if number == 0 and (chain := _chain(subject, mine, found, edges)) is not None:
             if chain.fault and amounts.telling:
                 found.refused.append(f"{chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}")
             else:
@@ -220,7 +242,7 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _alone(call: Call, subject: Subject, costs: Costs, together: Together | None) -> LaunchTime:
+def _alone(call: Call, subject: Subject, together: Together | None) -> LaunchTime:
     amounts = subject.amounts
     calls: list[Callable[[], object]]
     if call.is_exchange:
@@ -232,15 +254,11 @@ def _alone(call: Call, subject: Subject, costs: Costs, together: Together | None
         calls = [call] * amounts.warm
     for one in calls[:2]:
         one()
-    timing = subject.timed(calls, together=together if call.is_exchange else None)
+    timing = subject.steady(calls, together if call.is_exchange else None)
     parts = 2 if call.op == "elementwise" else 1
     if timing.dry:
         return LaunchTime(call.key, call.nbytes, 0.0, why="the queue ran dry: the host is too busy")
-    return LaunchTime(call.key, call.nbytes, _without_start(timing, len(calls), costs) / parts, timing.spread)
-
-
-def _without_start(timing: Timing, count: int, costs: Costs) -> float:
-    return max(timing.seconds - costs.start / count, 0.2 * timing.seconds)
+    return LaunchTime(call.key, call.nbytes, timing.seconds / len(calls) / parts, timing.spread)
 
 
 def layers_of(calls: Sequence[Call]) -> list[Call]:
@@ -254,7 +272,7 @@ def layers_of(calls: Sequence[Call]) -> list[Call]:
     return inside[: products[-1]] if products else []
 
 
-def _chain(subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, edges: Edges) -> Chain | None:
+def _chain(subject: Subject, calls: Sequence[Call], found: Found, edges: Edges) -> Chain | None:
     """Both of two ranks time it, whatever else either has measured: each exchange takes both."""
     inside = layers_of(calls)
     if not inside:
@@ -270,17 +288,17 @@ def _chain(subject: Subject, calls: Sequence[Call], found: Found, costs: Costs, 
         rows.append([call.copied(made) for call in inside])
     launches = list(itertools.chain(*rows))
     ways = (False, True) if overlap else (False,)
-    timings = [subject.timed(launches, together=edges.together, overlap=way) for way in ways]
+    timings = [subject.steady(launches, edges.together, way) for way in ways]
     del rows, launches
     _release(subject.device)
     alone = [known for call in inside if (known := found.alone(call)) is not None]
     if any(timing.dry for timing in timings) or len(alone) < len(inside):
         return None
-    seconds = [_without_start(timing, count * len(inside), costs) * len(inside) for timing in timings]
+    seconds = [timing.seconds / count for timing in timings]
     model, wanted = subject.model, subject.wanted
     return Chain(
         model.label, model.tp, len(inside), seconds[0], sum(alone), wanted.lanes, wanted.drafts,
-        overlapped=seconds[1] if overlap else 0.0, saved=saved,
+        overlapped=seconds[1] if overlap else 0.0, saved=saved, begin=timings[0].begin,
     )  # fmt: skip
 
 

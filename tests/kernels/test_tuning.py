@@ -5,7 +5,7 @@ import pytest
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels import tuning
-from duovolt.kernels.tuning import STAGES, Choice
+from duovolt.kernels.tuning import STAGES, Choice, spread
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +99,20 @@ def test_blocks_share_the_bands():
     assert Choice(blocks_a_sm=1).blocks(4000, 132) == 132 and Choice(blocks_a_sm=2).blocks(100, 80) == 100
     assert Choice().blocks(544, 132, 3) == 396 and Choice(blocks_a_sm=2).blocks(544, 132, 3) == 264
     assert Choice(blocks_a_sm=16).blocks(544, 132, 3) == 544, "a block an item"
+
+
+@pytest.mark.parametrize("in_all", [100 << 10, 164 << 10, 228 << 10])
+@pytest.mark.parametrize("blocks", [1, 132, 133, 160, 264, 265, 396])
+def test_overlapping_launches_pile_no_blocks_up(in_all, blocks):
+    """As many blocks fit a multiprocessor as an even share has, not one more."""
+    share = -(-blocks // 132)
+    asked = spread(1 << 10, blocks, 132, in_all - 1024, in_all)
+    assert share * (asked + 1024) <= in_all < (share + 1) * (asked + 1024)
+
+
+def test_blocks_that_need_more_than_their_share_keep_it():
+    assert spread(90 << 10, 396, 132, 227 << 10, 228 << 10) == 90 << 10
+    assert spread(1 << 10, 10, 132, 99 << 10, 228 << 10) == 99 << 10, "no more than a block may have"
 
 
 def test_shared_memory_of_rings_and_sums():
