@@ -75,9 +75,10 @@ def launch(
     device: torch.device,
     shared_bytes: int = 0,
     overlap: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Start a kernel on torch's current stream, as `Module.launch` has it.
 
     Raises as `module_on`, and EnvironmentFault if it cannot start.
     """
-    module_on(source, device).launch(name, blocks, threads, arguments, shared_bytes, overlap)
+    module_on(source, device).launch(name, blocks, threads, arguments, shared_bytes, overlap, cluster)

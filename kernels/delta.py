@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import reference
+from . import checks, reference
 from .checks import check, check_dimensions, check_rows, launch
 from .delta_chunks import prefill_chunks
-from .tuning import choice_on
+from .module import Module
 
 SOURCE = "delta.cu"
-APART_SOURCE = "delta_apart.cu"  # the decoding kernel of another form
+APART_SOURCE = "delta_apart.cu"  # the decoding kernel where launches overlap
 HEAD = 128  # dimensions of a key and of a value head
 TAPS = 4  # width of the convolution
 MAX_TOKENS = 8  # tokens of a sequence in a round
@@ -156,28 +156,34 @@ def delta_decode(
     moves, in place, to each lane's last accepted token; the round's own tokens are remembered for the next one. Once all
     layers are through, `progress` must be advanced.
 
-    Where launches overlap and the card's choice (`tuning.Choice`) has "delta" among `early`, the next launch must not be of
-    the same layer: it could begin before this one has kept what it keeps.
+    Where launches overlap, the next one must not be of the same layer: it may begin before this one has kept what it keeps.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """
     out, stride = _checked(mixed, a, b, weights, memory, progress, batch, out)
-    chosen = choice_on(mixed.device)
-    apart = chosen.delta == "apart"
-    launch(
-        APART_SOURCE if apart else SOURCE,
-        "delta_decode_apart" if apart else "delta_decode",
+    module, name, threads, overlaps = _decoder(mixed.device)
+    module.launch(
+        name,
         (HEAD // _BLOCK_ROWS * weights.value_heads // weights.key_heads, weights.key_heads, batch.lanes.shape[0]),
-        2 * _THREADS if apart else _THREADS,
+        threads,
         (
             *(mixed, a, b, stride, weights.conv, weights.a_log, weights.dt_bias, memory.rows, memory.state),
             *(memory.state.shape[0], batch.lanes, progress.accepted, progress.turn, batch.counts, batch.firsts),
-            *(out, _EPS, int("delta" in chosen.early)),
+            *(out, _EPS),
         ),
-        mixed.device,
-        overlap=True,
+        overlap=overlaps,
     )
     return out
+
+
+def _decoder(device: torch.device) -> tuple[Module, str, int, bool]:
+    """The decoding kernel for a device: its module, name and threads, and whether it overlaps. Same bits either way."""
+    module = checks.module_on(SOURCE, device)
+    if module.overlaps:
+        apart = checks.module_on(APART_SOURCE, device)
+        if apart.overlaps:
+            return apart, "delta_decode_apart", 2 * _THREADS, True
+    return module, "delta_decode", _THREADS, False
 
 
 def delta_decode_reference(

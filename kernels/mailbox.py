@@ -23,6 +23,7 @@ MAX_BLOCKS = 512  # counters of the step
 LAST_STEP = 2**32 - 1
 HEADER = 8  # uint32 before the counters
 DOORS = {"delay": 1, "drop": 2, "stale": 3}
+_KERNELS = ("mailbox_reduce", "mailbox_reduce_norm", "mailbox_gather", "mailbox_add", "mailbox_join", "mailbox_meet")
 _THREADS = 256  # with at most MAX_BLOCKS blocks, all of a kernel's are at work at once on a V100
 _ONE_EACH = 128 * _THREADS  # words up to which a thread takes one, for the shortest wait; beyond, four
 
@@ -175,8 +176,11 @@ def linger(seconds: float, device: torch.device) -> None:
 
 
 def prepare(device: torch.device) -> None:
-    """Load the kernels: a capture must not be the first to ask for them."""
-    checks.module_on(SOURCE, device)
+    """Load the kernels: a capture must not be the first to ask for them, nor a stream beside one that waits for its peer, for
+    a driver may load a kernel only when those that run have ended."""
+    module = checks.module_on(SOURCE, device)
+    for name in _KERNELS:
+        module.attribute(name, "NUM_REGS")
 
 
 def _words(link: Link, values: int, values_a_word: int) -> int:

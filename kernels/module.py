@@ -23,6 +23,7 @@ Argument = (
 Grid = int | tuple[int, int] | tuple[int, int, int]
 PORTABLE = "compute_70"
 OVERLAPPING = 90  # the first architecture on which a launch may begin before the one before it has ended
+CLUSTERS = 90  # and on which blocks reach each other's shared memory
 _forced_arch: ContextVar[str | None] = ContextVar("forced_arch", default=None)
 _overlapping: ContextVar[bool] = ContextVar("overlapping", default=False)
 _launches: ContextVar[Counter[str] | None] = ContextVar("launches", default=None)
@@ -77,7 +78,12 @@ def counted_launches() -> Iterator[Counter[str]]:
 
 
 class Module:
-    """The kernels of one source on one device, loaded into the context that torch uses. `arch`: what was loaded."""
+    """The kernels of one source on one device, loaded into the context that torch uses.
+
+    arch      what was loaded
+    overlaps  whether launches of it may begin before the one before has ended
+    clusters  whether its blocks may reach each other's shared memory
+    """
 
     def __init__(self, source: str, device: int, arches: list[str], defines: tuple[str, ...] = ()) -> None:
         """Load the first of `arches` that can be had. Raises EnvironmentFault if compiler, driver or card cannot."""
@@ -99,7 +105,8 @@ class Module:
         self._shared: dict[str, int] = {}
         self._raising = threading.Lock()
         self._configs: dict[tuple[int, ...], Any] = {}
-        self._overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
+        self.clusters = self.arch.startswith("sm_") and int(self.arch[3:]) >= CLUSTERS
+        self.overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
 
     def launch(
         self,
@@ -109,11 +116,13 @@ class Module:
         arguments: tuple[Argument, ...],
         shared_bytes: int = 0,
         overlap: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Start kernel `name` on torch's current stream of the device; tensors must stay alive until it has run.
 
         `shared_bytes`: dynamic shared memory a block, above 48 KB too. `overlap`: within `overlapping`, where card and code can,
         it begins before the launch before it has ended; the kernel must call `await_previous` on every way to its end.
+        `cluster`: so many blocks in a row run at once, where the code can (`clusters`).
         Raises EnvironmentFault if the driver refuses.
         """
         stream, parameters = current_stream(self._device), Parameters(arguments)
@@ -123,8 +132,9 @@ class Module:
         if elsewhere:
             self._call("cuCtxPushCurrent", self._context)
         try:
-            if overlap and self.overlapping:
-                config = self._overlapped(grid, threads, shared_bytes, stream)
+            overlap = overlap and self.overlapping
+            if overlap or cluster > 1:
+                config = self._configured(grid, threads, shared_bytes, overlap, cluster, stream)
                 function = self._function(name, shared_bytes)
                 self._call("cuLaunchKernelEx", config, function, parameters.address, 0, what=f"launching {name}")
             else:
@@ -143,7 +153,7 @@ class Module:
     @property
     def overlapping(self) -> bool:
         """Whether a launch with `overlap` begins before the one before it has ended."""
-        return self._overlaps and _overlapping.get()
+        return self.overlaps and _overlapping.get()
 
     def attribute(self, name: str, attribute: str) -> int:
         """A `CUfunction_attribute` of kernel `name`, for example NUM_REGS or SHARED_SIZE_BYTES."""
@@ -154,25 +164,37 @@ class Module:
         finally:
             self._call("cuCtxPopCurrent")
 
-    def _overlapped(self, grid: tuple[int, ...], threads: int, shared_bytes: int, stream: int) -> Any:
-        """A launch that may begin before its predecessor on the stream has ended; kept, for making one takes its time.
-
-        Never changed once it is kept: another thread may be launching with it.
-        """
-        key = (*grid, threads, shared_bytes, stream)
+    def _configured(
+        self, grid: tuple[int, ...], threads: int, shared_bytes: int, overlap: bool, cluster: int, stream: int
+    ) -> Any:
+        """A launch that may begin before its predecessor on the stream has ended, or whose blocks run in clusters; kept, for
+        making one takes its time. Never changed once it is kept: another thread may be launching with it."""
+        key = (*grid, threads, shared_bytes, overlap, cluster, stream)
         if key not in self._configs:
-            attribute = self._driver.CUlaunchAttribute()
-            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
             config = self._driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
             config.sharedMemBytes = shared_bytes
             config.hStream = stream
-            config.attrs = [attribute]
-            config.numAttrs = 1
+            config.attrs = self._attributes(overlap, cluster)
+            config.numAttrs = len(config.attrs)
             self._configs[key] = config
         return self._configs[key]
+
+    def _attributes(self, overlap: bool, cluster: int) -> list[Any]:
+        names, made = self._driver.CUlaunchAttributeID, []
+        if overlap:
+            attribute = self._driver.CUlaunchAttribute()
+            attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            made.append(attribute)
+        if cluster > 1:
+            attribute = self._driver.CUlaunchAttribute()
+            attribute.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = cluster
+            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+            made.append(attribute)
+        return made
 
     def _function(self, name: str, shared_bytes: int) -> Any:
         if name not in self._functions:

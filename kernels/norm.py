@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import reference
+from . import checks, reference
 from .checks import check, check_dimensions, check_rows, launch
 
 SOURCE = "norm.cu"
 MAX_COLUMNS = 8192  # what a block holds in registers
+MAX_CLUSTER = 8  # blocks, on any card that has clusters
 GATED_DIM = 128
 LARGEST = 65504.0  # of fp16
 _THREADS = 256
@@ -34,6 +35,11 @@ def staged(values: Tensor, overflows: Tensor | None = None) -> Tensor:
 def row_threads(columns: int) -> int:
     """Threads of the block that normalises a row: the order of its sum, and so its bits, depend on them."""
     return -(-columns // (4 * _ROW_QUADS * 32)) * 32
+
+
+def _blocks_a_row(warps: int) -> int:
+    """Into how many blocks of a cluster a row's warps are cut: what one multiprocessor moves a clock is soon the limit."""
+    return max(blocks for blocks in range(1, MAX_CLUSTER + 1) if warps % blocks == 0)
 
 
 def rms_norm(
@@ -56,7 +62,10 @@ def rms_norm(
     arguments = (x, strides["x"], delta, strides["delta"], weight, out, strides["out"], wide, strides["wide"])
     columns = x.shape[1]
     rest = (overflows, columns, float(eps))
-    launch(SOURCE, "rms_norm", x.shape[0], row_threads(columns), (*arguments, *rest), x.device, overlap=True)
+    rows, threads = x.shape[0], row_threads(columns)
+    module = checks.module_on(SOURCE, x.device)
+    blocks = _blocks_a_row(threads // 32) if module.clusters and rows <= _FEW else 1
+    module.launch("rms_norm", rows * blocks, threads // blocks, (*arguments, *rest), overlap=True, cluster=blocks)
     return out
 
 

@@ -15,6 +15,8 @@ from .norm import LARGEST, staged
 SOURCE = "rope.cu"
 _FEW = 64  # tokens
 _THREADS = 128
+_HEADS = 2  # a warp, where there are many tokens
+_RUN = 16  # positions whose values a block takes
 PAIRS = 32  # pairs (j, j + 32) turn, of the family's 256 dimensions
 
 
@@ -54,10 +56,16 @@ def qkv_rope(
         *(cache.keys, cache.key_scales, cache.values, cache.value_scales, cache.pages),
         *(out, overflows, q_heads, cache.kv_heads, float(eps)),
     )
-    # A head a warp while there are few tokens; with many, a token a block, whose angles are then read once.
-    parts = -(-(q_heads + 2 * cache.kv_heads) * 32 // _THREADS) if tokens <= _FEW else 1
-    name = "qkv_rope_int8" if cache.is_int8 else "qkv_rope_fp16"
-    launch(SOURCE, name, (tokens, parts), _THREADS, arguments, projection.device, overlap=True)
+    cached = "int8" if cache.is_int8 else "fp16"
+    if tokens <= _FEW:  # a head a warp
+        parts = -(-(q_heads + 2 * cache.kv_heads) * 32 // _THREADS)
+        launch(SOURCE, f"qkv_rope_{cached}", (tokens, parts), _THREADS, arguments, projection.device, overlap=True)
+        return out
+    # And a block for every run of positions of a head's values.
+    runs = (tokens + 2 * _RUN - 2) // _RUN * cache.kv_heads
+    parts = -(-(q_heads + cache.kv_heads) * 32 // (_THREADS * _HEADS))
+    name = f"qkv_rope_many_{cached}"
+    launch(SOURCE, name, (runs + tokens, parts), _THREADS, (*arguments, tokens), projection.device, overlap=True)
     return out
 
 

@@ -1,12 +1,11 @@
-"""The choices of the decode linear and the delta rule that suit a card: each alone against the defaults, the best kept.
+"""The choices of the decode linear that suit a card: each alone against the defaults, the best kept.
 
-No choice changes a bit of any result: docs/kernels/linear.md and delta.md say why.
+No choice changes a bit of any result: docs/kernels/linear.md says why.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -14,7 +13,6 @@ from msgspec.structs import replace
 from ..checkpoint.errors import EnvironmentFault
 from ..kernels.tuning import BAND, HALF_STAGES, Choice, choice_on, using
 from ..kernels.weights import Weight
-from .kernel_families import neighbours
 from .kernels import CASES, Case, copies_of, launches, random_weight, time_graph
 
 TOKENS = (1, 4)
@@ -23,8 +21,6 @@ HALF_STAGES_TRIED = (2, 3, 4)
 MIXED_STAGES_TRIED = (2, 3)
 ROWS_TRIED = (32, 16, 0)
 BLOCKS_TRIED = (0, 2, 3)
-FORMS_TRIED: tuple[Literal["together", "apart"], ...] = ("together", "apart")
-_OVERLAPS = (9, 0)  # compute capability from which launches overlap
 _RINGS = (8, 0)  # compute capability from which there are rings, and items of half a band
 POOL_BYTES = 1 << 30
 _CASES = {"nvfp4": ("gate up", "down"), "fp8": ("attention in", "mixer out"), "half": ("delta in",)}
@@ -58,7 +54,7 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
         return found
 
     kept = choice_on(device)  # exchanges are not tried here, and stay as they were chosen
-    best, everything = Choice(delta=kept.delta, early=kept.early), tuple(sets)
+    best, everything = Choice(early=kept.early), tuple(sets)
 
     def settle(names: tuple[str, ...], choices: list[Choice]) -> Choice:
         return min(choices, key=lambda one: mean(one, names))
@@ -73,28 +69,7 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
             deeper = [replace(best, half_stages=best.half_stages | {encoding: n}) for n in HALF_STAGES_TRIED]
             best = settle(_CASES[encoding], deeper)
     best = settle(everything, [replace(best, blocks_a_sm=count) for count in BLOCKS_TRIED])
-    found = Trial(best, mean(best, everything))
-    sets.clear()
-    return with_delta(found, device, tell)
-
-
-def with_delta(found: Trial, device: torch.device, tell: Callable[[str], None]) -> Trial:
-    """The same with the delta rule's form, and its early start where launches overlap, that suit a layer as in a round."""
-    rest = found.chosen.early - {"delta"}
-    starts = [rest, rest | {"delta"}] if torch.cuda.get_device_capability(device) >= _OVERLAPS else [rest]
-    tried = [replace(found.chosen, delta=form, early=early) for form in FORMS_TRIED for early in starts]
-    times: list[list[float]] = [[] for _ in tried]
-    for layer in neighbours(device):
-        if layer.name.startswith("delta rule") and "overlapping" in layer.name:
-            for one, seconds in zip(tried, times, strict=True):
-                with using(one):
-                    seconds.append(time_graph(layer.launches) * 1e6)
-    means = [math.exp(sum(map(math.log, one)) / len(one)) for one in times]
-    for one, mean in zip(tried, means, strict=True):
-        tell(
-            f"{mean:8.2f} us  delta rule between its neighbours: {one.delta}, {'early' if 'delta' in one.early else 'late'}"
-        )
-    return Trial(tried[means.index(min(means))], found.microseconds)
+    return Trial(best, mean(best, everything))
 
 
 def told(chosen: Choice) -> str:

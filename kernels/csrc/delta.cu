@@ -7,28 +7,19 @@
 // blocks read the same ones. docs/kernels/delta.md.
 #include "delta_step.cuh"
 
-#if __CUDA_ARCH__ >= 900
-constexpr bool kOverlaps = true; // what the last round left is dealt with while the launch before still runs
-#else
-constexpr bool kOverlaps = false;
-#endif
-
 // x: FP32 [T, ...], rows x_stride apart: channels (q, k, v) at x, the gates' a at x_a and b at x_b. weight: FP32
 // [channels, 4]. rows: FP32 [2, all_lanes, kRowsKept, width]: history, then the last round's inputs, a and b;
 // half turns[lane] is read, the other written. state: FP32 [all_lanes, value_heads, 128 (value), 128 (key)].
 // lanes: [sequences], -1: none; counts, firsts: [sequences]; accepted, turns: [all_lanes]. A count of 0 only moves a
-// lane. out: FP32 [T, value_heads, 128]. early: the next launch may begin once this one has waited, and is not of the same
-// layer. Grid: as `Head` has it.
+// lane. out: FP32 [T, value_heads, 128]. Grid: as `Head` has it.
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
     delta_decode(const float *x, const float *x_a, const float *x_b, int x_stride, const float *weight,
                  const float *a_log, const float *dt_bias, float *rows, float *state, int all_lanes, const int *lanes,
-                 const int *accepted, const int *turns, const int *counts, const int *firsts, float *out, float eps,
-                 int early) {
+                 const int *accepted, const int *turns, const int *counts, const int *firsts, float *out, float eps) {
     __shared__ Prepared tokens;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Called called(all_lanes, lanes, accepted, turns, counts, firsts, lane);
     if (called.lane < 0) {
-        take_over();
         return;
     }
     const int before = called.before(accepted), turn = called.turn(turns), steps = before + called.tokens;
@@ -42,43 +33,25 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
     float *new_rows = rows_of(rows, turn + 1, all_lanes, called.lane, own.width);
     float *answers = out + (static_cast<size_t>(called.first) * own.value_heads + own.head) * kHead + own.row + walk.own_row;
 
-    // First what the last round has left, then this round's tokens; both at once where launches do not overlap.
-    int begin = 0;
 #pragma unroll 1
-    do {
-        const int end = kOverlaps && begin < before ? before : steps;
-        if (end == steps) { // once: after the last round's tokens there are this one's, or none
-            await_previous();
-            if (early) {
-                admit_next();
-            }
+    for (int step = warp; step < steps; step += kWarps) {
+        Token in;
+        in.ask(inputs, own, step);
+        tokens.put(in, taps, step, eps, lane);
+        if (step >= before) {
+            keep_token(new_rows, own, step - before, in, lane);
         }
-#pragma unroll 1
-        for (int step = begin + warp; step < end; step += kWarps) {
-            Token in;
-            in.ask(inputs, own, step);
-            tokens.put(in, taps, step, eps, lane);
-            if (step >= before) {
-                keep_token(new_rows, own, step - before, in, lane);
-            }
-        }
-        if (begin == 0) {
-            keep_last(new_rows, inputs, own, warp);
-        }
-        __syncthreads();
-        if (begin < end) {
-            walk.fetch(tokens, begin);
-        }
-        if (begin < before) {
-            walk.replay(tokens, 0, before, end - 1);
-            walk.store(place); // after the last accepted token; with none it is there already
-        }
-        walk.answer(tokens, before, end, answers, own.value_heads * kHead);
-        begin = end;
-    } while (begin < steps);
-    if (!early) {
-        admit_next_after_writes(); // it may be of the same layer
     }
+    keep_last(new_rows, inputs, own, warp);
+    __syncthreads();
+    if (steps > 0) {
+        walk.fetch(tokens, 0);
+    }
+    if (before > 0) {
+        walk.replay(tokens, 0, before, steps - 1);
+        walk.store(place); // after the last accepted token; with none it is there already
+    }
+    walk.answer(tokens, before, steps, answers, own.value_heads * kHead);
 }
 
 constexpr int kRun = 16;      // tokens that a warp convolves one after another
@@ -210,15 +183,10 @@ extern "C" __global__ void __launch_bounds__(kScanThreads)
         fetch(begin + kSteps);
         for (int step = 0; step < min(kSteps, tokens - begin); ++step) {
             float4 key[kRowQuads], query[kRowQuads];
-            float results[kRowsLane] = {};
+            float results[kRowsLane];
             take_part(key, keys[step], part);
             take_part(query, queries[step], part);
-            absorb(s, key, &values[step][own_row], decay[step], strength[step], results);
-#pragma unroll
-            for (int r = 0; r < kRowsLane; ++r) {
-                results[r] = part_of_product(s[r], query);
-            }
-            row_sums(results);
+            pass(s, key, &values[step][own_row], decay[step], strength[step], results, query);
             if (part == 0) {
                 float *to = out + (static_cast<size_t>(begin + step) * value_heads + head) * kHead + block_row + own_row;
                 write(to, results[0]);

@@ -1,31 +1,28 @@
-// The decoding kernel of the gated delta rule, as delta.cu has it and with its bits, by two kinds of warps: four hold the
-// state, four prepare tokens meanwhile. A warp's scoreboard does not tell the state's loads from its others, so that one that
-// asks for both waits for both. On sm_90 the state comes past the registers, and those that hold it prepare what they replay,
-// before the launch before has ended; this round's tokens are waited for by the second kind alone. docs/kernels/delta.md.
+// The decoding kernel of the gated delta rule where launches overlap (sm_90 and newer), as delta.cu has it and with its bits, by two
+// kinds of warps: four hold the state, four prepare tokens meanwhile. A warp's scoreboard does not tell the state's loads from
+// its others, so that one that asks for both waits for both. Here the state comes past the registers, and those that hold it
+// prepare what they replay, before the launch before has ended; this round's tokens are waited for by the second kind alone.
+// docs/kernels/delta.md.
+#if __CUDA_ARCH__ >= 900
 #include "bulk.cuh"
 #include "delta_step.cuh"
 
 constexpr int kThreads = 2 * 32 * kWarps;
 enum Meeting { kBoth = 1, kHolding }; // barriers beside that of __syncthreads
-#if __CUDA_ARCH__ >= 900
-constexpr bool kBulk = true; // the state comes past the registers, and is ordered before the lane is known
-#else
-constexpr bool kBulk = false;
-#endif
 
-// Arguments as of `delta_decode`.
-extern "C" __global__ void __launch_bounds__(kThreads, kBulk ? 2 : 1)
+// Arguments as of `delta_decode`. The next launch may begin once this one has waited, and must not be of the same layer: nothing
+// fences what is kept for the next round.
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     delta_decode_apart(const float *x, const float *x_a, const float *x_b, int x_stride, const float *weight,
                        const float *a_log, const float *dt_bias, float *rows, float *state, int all_lanes,
                        const int *lanes, const int *accepted, const int *turns, const int *counts, const int *firsts,
-                       float *out, float eps, int early) {
+                       float *out, float eps) {
     __shared__ Prepared tokens;
     const int lane = threadIdx.x % 32, number = __shfl_sync(kAll, static_cast<int>(threadIdx.x) / 32, 0); // for all lanes
     const int warp = number % kWarps;
     const bool holds = number < kWarps;
     const Head own(lane);
     Walk walk(threadIdx.x % (32 * kWarps));
-#if __CUDA_ARCH__ >= 900
     // Sequence s is mostly lane s; if it is another, the right state is ordered in place of the guessed one.
     __shared__ __align__(128) float4 held[kBlockRows * kQuads];
     __shared__ Landing landing;
@@ -34,15 +31,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBulk ? 2 : 1)
         expect_landings(&landing);
         copy_bulk(held, walk.place(state, own, guess), sizeof held, &landing);
     }
-#endif
     const Called called(all_lanes, lanes, accepted, turns, counts, firsts, lane);
     const Taps taps(own, weight, a_log, dt_bias);
     if (called.lane < 0) {
-#if __CUDA_ARCH__ >= 900
         if (threadIdx.x == 0) { // nothing may land in a block that has ended
             await_landing(&landing, 0);
         }
-#endif
         take_over();
         return;
     }
@@ -52,23 +46,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBulk ? 2 : 1)
 
     Token in;
     if (!holds) {
-        await_previous();
-        if (early) {
-            admit_next();
-        }
+        take_over();
 #pragma unroll 1
-        for (int step = (kBulk ? before : 0) + warp; step < steps; step += kWarps) {
+        for (int step = before + warp; step < steps; step += kWarps) {
             in.ask(inputs, own, step);
             tokens.put(in, taps, step, eps, lane);
-            if (step >= before) {
-                keep_token(new_rows, own, step - before, in, lane);
-            }
+            keep_token(new_rows, own, step - before, in, lane);
         }
         meet<kBoth>(kThreads);
         keep_last(new_rows, inputs, own, warp);
     } else {
         float4 *place = walk.place(state, own, called.lane);
-#if __CUDA_ARCH__ >= 900
         if (threadIdx.x == 0 && called.lane != guess) {
             await_landing(&landing, 0);
             copy_bulk(held, place, sizeof held, &landing);
@@ -81,25 +69,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBulk ? 2 : 1)
         meet<kHolding>(kThreads / 2);
         await_landing(&landing, called.lane != guess);
         walk.take(held);
-#else
-        walk.load(place); // these warps wait for nothing else meanwhile
-        meet<kBoth>(kThreads);
-#endif
         if (before > 0) {
             walk.fetch(tokens, 0);
             walk.replay(tokens, 0, before, before - 1);
             walk.store(place); // after the last accepted token; with none it is there already
         }
-        if (kBulk) {
-            meet<kBoth>(kThreads);
-        }
+        meet<kBoth>(kThreads);
         if (before < steps) {
             float *answers = out + (static_cast<size_t>(called.first) * own.value_heads + own.head) * kHead + own.row;
             walk.fetch(tokens, before);
             walk.answer(tokens, before, steps, answers + walk.own_row, own.value_heads * kHead);
         }
     }
-    if (!early) {
-        admit_next_after_writes(); // it may be of the same layer
-    }
 }
+#endif

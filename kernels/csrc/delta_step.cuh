@@ -27,6 +27,12 @@ __device__ __forceinline__ void add_product(float4 &sum, float4 a, float4 b) {
     sum = {sum.x + a.x * b.x, sum.y + a.y * b.y, sum.z + a.z * b.z, sum.w + a.w * b.w};
 }
 
+// A product that is rounded: left to itself, the compiler fuses one of the two products of g s + u k, here this and there that,
+// and a replay would have other bits.
+__device__ __forceinline__ float4 grown(float4 v, float factor) {
+    return {__fmul_rn(v.x, factor), __fmul_rn(v.y, factor), __fmul_rn(v.z, factor), __fmul_rn(v.w, factor)};
+}
+
 // A lane's part of a key or query.
 __device__ __forceinline__ void take_part(float4 (&own)[kRowQuads], const float4 *vector, int part) {
 #pragma unroll
@@ -45,29 +51,46 @@ __device__ __forceinline__ float part_of_product(const float4 (&row)[kRowQuads],
     return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
-// One token's key and value into the rows that this thread holds parts of. `also`: parts of other products, whose sums go
-// along with those that this needs: their waits overlap.
-__device__ __forceinline__ void absorb(OwnRows &s, const float4 (&key)[kRowQuads], const float *value, float growth,
-                                       float beta, float (&also)[kRowsLane]) {
-    float sums[2 * kRowsLane];
+// One token passes the rows that this thread holds parts of: S = g S; u = beta (v - S k); S += u k^T, and its answers S q, if
+// `query` is given. What the next token waits for is S k alone: products are taken of the rows as they were, those with the
+// query and the growth while the sums over keys travel, and an answer is g (S q) + u (k q).
+template <class... Query>
+__device__ __forceinline__ void pass(OwnRows &s, const float4 (&key)[kRowQuads], const float *value, float growth, float beta,
+                                     float (&answers)[kRowsLane], const Query &...query) {
+    float sums[kRowsLane], asked[kRowsLane + 1], update[kRowsLane];
 #pragma unroll
     for (int r = 0; r < kRowsLane; ++r) {
-#pragma unroll
-        for (int i = 0; i < kRowQuads; ++i) {
-            s[r][i] = scaled(s[r][i], growth);
-        }
         sums[r] = part_of_product(s[r], key);
-        sums[kRowsLane + r] = also[r];
     }
     row_sums(sums);
+    if constexpr (sizeof...(query) > 0) {
+#pragma unroll
+        for (int r = 0; r < kRowsLane; ++r) {
+            asked[r] = part_of_product(s[r], query...);
+        }
+        asked[kRowsLane] = part_of_product(key, query...);
+    }
 #pragma unroll
     for (int r = 0; r < kRowsLane; ++r) {
-        const float update = beta * (value[r] - sums[r]);
 #pragma unroll
         for (int i = 0; i < kRowQuads; ++i) {
-            add_product(s[r][i], {update, update, update, update}, key[i]);
+            s[r][i] = grown(s[r][i], growth);
         }
-        also[r] = sums[kRowsLane + r];
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+        update[r] = beta * fmaf(-growth, sums[r], value[r]);
+#pragma unroll
+        for (int i = 0; i < kRowQuads; ++i) {
+            add_product(s[r][i], {update[r], update[r], update[r], update[r]}, key[i]);
+        }
+    }
+    if constexpr (sizeof...(query) > 0) {
+        row_sums(asked);
+#pragma unroll
+        for (int r = 0; r < kRowsLane; ++r) {
+            answers[r] = fmaf(update[r], asked[kRowsLane], __fmul_rn(growth, asked[r]));
+        }
     }
 }
 
@@ -281,41 +304,27 @@ struct Walk {
 
     // Steps begin .. end - 1 without answers; step `last` is the last there is.
     __device__ __forceinline__ void replay(const Prepared &tokens, int begin, int end, int last) {
-        float none[kRowsLane] = {};
+        float none[kRowsLane];
 #pragma unroll 1
         for (int step = begin; step < end; ++step) {
-            absorb(s, key, &tokens.values[step][own_row], growth, tokens.strength[step], none);
+            pass(s, key, &tokens.values[step][own_row], growth, tokens.strength[step], none);
             fetch(tokens, min(step + 1, last));
         }
     }
 
-    // Steps begin .. end - 1; the answers of step s go to out + (s - begin) * stride. They are summed together with what the
-    // next step needs.
+    // Steps begin .. end - 1; the answers of step s go to out + (s - begin) * stride.
     __device__ __forceinline__ void answer(const Prepared &tokens, int begin, int end, float *out, int stride) {
-        float answers[kRowsLane] = {};
-        const auto put = [&](int step) {
-            if (part == 0) {
-                write(reinterpret_cast<float2 *>(out + (step - begin) * stride),
-                      float2{answers[0], answers[1]});
-            }
-        };
 #pragma unroll 1
         for (int step = begin; step < end; ++step) {
             float4 query[kRowQuads];
+            float answers[kRowsLane];
             take_part(query, tokens.queries[step], part);
-            absorb(s, key, &tokens.values[step][own_row], growth, tokens.strength[step], answers);
+            pass(s, key, &tokens.values[step][own_row], growth, tokens.strength[step], answers, query);
             fetch(tokens, min(step + 1, end - 1));
-            if (step > begin) {
-                put(step - 1);
+            if (part == 0) {
+                write(reinterpret_cast<float2 *>(out), float2{answers[0], answers[1]});
             }
-#pragma unroll
-            for (int r = 0; r < kRowsLane; ++r) {
-                answers[r] = part_of_product(s[r], query);
-            }
-        }
-        if (end > begin) {
-            row_sums(answers);
-            put(end - 1);
+            out += stride;
         }
     }
 };

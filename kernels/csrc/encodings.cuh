@@ -25,7 +25,7 @@
 #define FP8_STAGES 3
 #endif
 #ifndef FP8_HALF_STAGES
-#define FP8_HALF_STAGES 4
+#define FP8_HALF_STAGES 2
 #endif
 #ifndef FP8_MIXED_STAGES
 #define FP8_MIXED_STAGES 2

@@ -49,14 +49,6 @@ __device__ __forceinline__ void admit_next() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-// For a kernel whose writes the next launch may look for before it waits.
-__device__ __forceinline__ void admit_next_after_writes() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    __syncthreads(); // one thread of a block speaks for all of them
-    admit_next();
-#endif
-}
 __device__ __forceinline__ void take_over() {
     await_previous();
     admit_next();

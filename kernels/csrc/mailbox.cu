@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
             write(stream + quad, values[k]);
         }
     }
-    normalise_row(values, weights, quads, eps, half_out + static_cast<size_t>(row) * half_stride, nullptr,
+    normalise_row(OneBlock(), values, weights, quads, eps, half_out + static_cast<size_t>(row) * half_stride, nullptr,
                   overflows ? overflows + row : nullptr, scratch);
 }
 

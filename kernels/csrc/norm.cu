@@ -1,15 +1,17 @@
-// Normalisations, the embedding gather and the output gate: one block a token, float32 in, fp16 out for the next product.
+// Normalisations, the embedding gather and the output gate: one block a token or more, float32 in, fp16 out for the next product.
 #include "norm_row.cuh"
 
 constexpr int kThreads = 256;
 
 // x: FP32 [T, columns], one row every x_stride; delta (may be null): FP32 likewise, added to x in place first.
 // y = x / sqrt(mean(x^2) + eps) * (1 + weight), to fp16 `half_out` and FP32 `wide_out` (either may be null).
+// A row a cluster, whose threads together hold it.
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     rms_norm(float *x, int x_stride, const float *delta, int delta_stride, const float *weight, unsigned short *half_out,
              int half_stride, float *wide_out, int wide_stride, int *overflows, int columns, float eps) {
     __shared__ float scratch[kRowThreads / 32];
-    const size_t row = blockIdx.x;
+    const Cluster team;
+    const size_t row = blockIdx.x / team.blocks;
     const int quads = columns / 4;
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
@@ -17,20 +19,20 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     admit_next();
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * blockDim.x + threadIdx.x;
+        const int quad = k * team.threads() + team.thread();
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
     await_previous();
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * blockDim.x + threadIdx.x;
+        const int quad = k * team.threads() + team.thread();
         values[k] = quad < quads ? read(own + quad) : float4{};
         more[k] = delta && quad < quads ? stream(added + quad) : float4{};
     }
     if (delta) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
-            const int quad = k * blockDim.x + threadIdx.x;
+            const int quad = k * team.threads() + team.thread();
             values[k] = {values[k].x + more[k].x, values[k].y + more[k].y, values[k].z + more[k].z,
                          values[k].w + more[k].w};
             if (quad < quads) {
@@ -38,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
             }
         }
     }
-    normalise_row(values, weights, quads, eps, half_out ? half_out + row * half_stride : nullptr,
+    normalise_row(team, values, weights, quads, eps, half_out ? half_out + row * half_stride : nullptr,
                   wide_out ? wide_out + row * wide_stride : nullptr, overflows ? overflows + row : nullptr, scratch);
 }
 

@@ -1,28 +1,55 @@
 // The RMSNorm of a row that a block holds in registers: the same bits in every kernel that ends in it.
 #pragma once
+#include "cluster.cuh"
 #include "common.cuh"
 
 constexpr int kRowThreads = 512; // at most: as many as take a row of `columns` four float4 at a time (`row_threads` in norm.py)
 constexpr int kRowQuads = 4;     // float4 a thread: rows of up to 8192 columns stay in registers
 
-// y = x / sqrt(mean(x^2) + eps) * (1 + weight), quad k * blockDim.x + threadIdx.x of both in values[k] and weights[k],
-// zero beyond the row. y goes to fp16 `half_out` and FP32 `wide_out`; what overflows is added to `overflows` (each may be
-// null). scratch: a float a warp, that nobody else has read or written since the last barrier.
-__device__ __forceinline__ void normalise_row(const float4 (&values)[kRowQuads], const float4 (&weights)[kRowQuads],
-                                              int quads, float eps, unsigned short *half_out, float *wide_out,
-                                              int *overflows, float *scratch) {
+// The threads that hold a row: those of one block.
+struct OneBlock {
+    __device__ __forceinline__ OneBlock() {}
+    __device__ __forceinline__ int thread() const { return threadIdx.x; }
+    __device__ __forceinline__ int threads() const { return blockDim.x; }
+    // A warp's part of a sum to where all of them find it; then they meet.
+    __device__ __forceinline__ void share(float *scratch, float part) const {
+        if (threadIdx.x % 32 == 0) {
+            scratch[threadIdx.x / 32] = part;
+        }
+        __syncthreads();
+    }
+};
+
+// Those of a cluster's blocks, in the order of one block that were as long: same sums, same bits.
+struct Cluster {
+    int rank, blocks;
+    __device__ __forceinline__ Cluster() : rank(cluster_rank()), blocks(cluster_blocks()) { begin_in_cluster(); }
+    __device__ __forceinline__ int thread() const { return rank * blockDim.x + threadIdx.x; }
+    __device__ __forceinline__ int threads() const { return blocks * blockDim.x; }
+    __device__ __forceinline__ void share(float *scratch, float part) const {
+        await_beginnings();
+        if (threadIdx.x % 32 < blocks) {
+            tell(scratch + thread() / 32, part, threadIdx.x % 32);
+        }
+        meet_in_cluster();
+    }
+};
+
+// y = x / sqrt(mean(x^2) + eps) * (1 + weight), quad k * threads + thread of both in values[k] and weights[k], zero beyond the
+// row. y goes to fp16 `half_out` and FP32 `wide_out`; what overflows is added to `overflows` (each may be null). scratch: a
+// float a warp of the row, that nobody else has read or written since the last barrier.
+template <class Threads>
+__device__ __forceinline__ void normalise_row(const Threads &own, const float4 (&values)[kRowQuads],
+                                              const float4 (&weights)[kRowQuads], int quads, float eps,
+                                              unsigned short *half_out, float *wide_out, int *overflows, float *scratch) {
     float squares = 0;
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         squares += dot(values[k], values[k]);
     }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) {
-        scratch[threadIdx.x / 32] = squares;
-    }
-    __syncthreads();
+    own.share(scratch, warp_sum(squares));
     float total = scratch[0];
-    for (int warp = 1; warp < blockDim.x / 32; ++warp) {
+    for (int warp = 1; warp < own.threads() / 32; ++warp) {
         total += scratch[warp];
     }
     const float inverse = fast_inverse_root(total / (4 * quads) + eps);
@@ -38,7 +65,7 @@ __device__ __forceinline__ void normalise_row(const float4 (&values)[kRowQuads],
     if (wide_out) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
-            const int quad = k * blockDim.x + threadIdx.x;
+            const int quad = k * own.threads() + own.thread();
             if (quad < quads) {
                 write(reinterpret_cast<float4 *>(wide_out) + quad, y[k]);
             }
@@ -57,7 +84,7 @@ __device__ __forceinline__ void normalise_row(const float4 (&values)[kRowQuads],
     }
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * blockDim.x + threadIdx.x;
+        const int quad = k * own.threads() + own.thread();
         if (quad < quads) {
             write(reinterpret_cast<uint2 *>(half_out) + quad, uint2{half_pair(y[k].x, y[k].y), half_pair(y[k].z, y[k].w)});
         }

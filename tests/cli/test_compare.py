@@ -90,7 +90,7 @@ def test_what_ran_is_counted_where_it_is_launched(monkeypatch: pytest.MonkeyPatc
     """By the code that a module was loaded with, whatever was asked for; only within the block."""
     own = Module.__new__(Module)
     own.arch, own._device, own._handle = "compute_70", 0, 7
-    own._starts, own._shared, own._overlaps = {"copy": 1}, {}, False
+    own._starts, own._shared, own.overlaps = {"copy": 1}, {}, False
     monkeypatch.setattr(module, "current_stream", lambda device: 0)
     monkeypatch.setattr(module, "current_context", lambda: 7)
     monkeypatch.setattr(module, "starter", lambda: lambda *arguments: 0)

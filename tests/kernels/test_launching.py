@@ -51,7 +51,7 @@ def test_a_launch_that_is_kept_belongs_to_one_stream(monkeypatch: pytest.MonkeyP
     launched: list[tuple[object, int]] = []
     own = Module.__new__(Module)
     own.arch, own._device, own._handle, own._driver = "sm_90", 0, 7, bindings
-    own._functions, own._shared, own._configs, own._overlaps = {"copy": 1}, {}, {}, True
+    own._functions, own._shared, own._configs, own.overlaps = {"copy": 1}, {}, {}, True
     monkeypatch.setattr(module, "current_context", lambda: 7)
     for stream in (5, 9, 5):
         monkeypatch.setattr(module, "current_stream", lambda device, stream=stream: stream)

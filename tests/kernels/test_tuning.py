@@ -16,8 +16,8 @@ def own_cache(tmp_path, monkeypatch):
 def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
     first, second = (
-        Choice(STAGES | {"fp8": 5}, rows=0, delta="apart"),
-        Choice(blocks_a_sm=2, early=frozenset({"exchange", "delta"})),
+        Choice(STAGES | {"fp8": 5}, rows=0),
+        Choice(blocks_a_sm=2, early=frozenset({"exchange"})),
     )
     tuning.store("one card", first)
     path = tuning.store("another", second)
@@ -37,7 +37,6 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"wide_up_to": 5000}}',
         '{"card": {"wide_from": 0}}',
         '{"card": {"unknown": 1}}',
-        '{"card": {"delta": "twice"}}',
         '{"card": {"early": ["norm"]}}',
         '{"card": {"rows": 8}}',
         '{"card": {"half_stages": {"nvfp4": 3}}}',
@@ -68,11 +67,13 @@ def test_a_file_from_before_there_were_half_bands_is_read():
 
 
 def test_rows_of_an_item_are_forced_or_those_that_end_sooner():
-    def rows(chosen: Choice, kernel: str, items: int, paired: bool = False, arch: str = "sm_90") -> int:
-        return chosen.rows_of(kernel, items, paired, 132, arch)
+    def rows(
+        chosen: Choice, kernel: str, items: int, paired: bool = False, arch: str = "sm_90", tokens: int = 8
+    ) -> int:
+        return chosen.rows_of(kernel, items, paired, 132, arch, tokens)
 
-    assert rows(Choice(), "nvfp4", 160) == 32
-    forced, free = Choice(rows=16), Choice(rows=0)
+    plain, forced, free = Choice(rows=32), Choice(rows=16), Choice()
+    assert rows(plain, "nvfp4", 160) == rows(plain, "fp8", 224) == 32
     assert [rows(forced, kernel, 160) for kernel in ("nvfp4", "fp8", "fp8_blocks", "half", "any")] == [
         16,
         16,
@@ -80,18 +81,22 @@ def test_rows_of_an_item_are_forced_or_those_that_end_sooner():
         32,
         32,
     ]
-    assert rows(forced, "nvfp4", 160, arch="sm_70") == 32 and rows(forced, "fp8", 160, arch="compute_70") == 32
+    assert rows(forced, "nvfp4", 160, arch="sm_70") == 32 and rows(free, "fp8", 224, arch="compute_70") == 32
     assert rows(free, "nvfp4", 160) == 16  # three halves against two bands
     assert rows(free, "nvfp4", 132) == 32  # a band each
-    assert rows(free, "nvfp4", 272, paired=True) == 16  # five against six
+    assert rows(free, "nvfp4", 160, tokens=16) == 32 and rows(free, "fp8", 224, tokens=24) == 32
+    assert (
+        rows(free, "nvfp4", 272, paired=True) == rows(free, "nvfp4", 272, paired=True, tokens=24) == 16
+    )  # five against six
     assert rows(free, "nvfp4", 264, paired=True) == 32  # no sooner
-    assert rows(free, "fp8", 3880) == 32 and rows(free, "fp8", 160) == 16
+    assert [rows(free, "fp8", items) for items in (160, 224, 448, 2048)] == [32, 16, 16, 32]
+    assert rows(free, "fp8", 272, paired=True) == 32
 
 
 def test_half_bands_share_the_sums_and_rings_of_half_the_rows():
     sums = 9 * 8 * 17 * 4
     assert Choice().shared_bytes("nvfp4_halves", 8, "sm_90") == sums + 8 * 3 * 8 * 160
-    assert Choice(half_stages={"nvfp4": 3, "fp8": 2}).shared_bytes("fp8_halves", 8, "sm_90") == sums + 8 * 2 * 4 * 288
+    assert Choice(half_stages={"nvfp4": 3, "fp8": 4}).shared_bytes("fp8_halves", 8, "sm_90") == sums + 8 * 4 * 4 * 288
 
 
 def test_blocks_share_the_bands():
@@ -135,7 +140,7 @@ def test_default_rings_fit_every_card_that_has_them():
     ("chosen", "words"),
     [
         (Choice(), "plain"),
-        (Choice(rows=16, blocks_a_sm=2, delta="apart"), "plain"),  # these change no bit
+        (Choice(rows=16, blocks_a_sm=2), "plain"),  # these change no bit
         (Choice(wide_up_to=256), "wide:49-256"),
         (Choice(wide_from=25, wide_up_to=96, overlap_dequantising=True), "wide:25-96,beside"),
     ],

@@ -12,9 +12,7 @@ from duovolt.cli.main import main
 from duovolt.kernels import checks, tuning
 from duovolt.kernels.tuning import HALF_STAGES, STAGES, Choice, choice
 from duovolt.perf import kernel_families, kernels, kernels_tune
-from duovolt.perf.kernel_families import Measurement
 from duovolt.perf.kernels import Case
-from duovolt.perf.kernels_tune import Trial
 
 SMALL = (
     Case("attention in", (("fp8", 64, 32), ("fp8", 32, 32))),
@@ -39,8 +37,6 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("duovolt.cli.bench_kernels.choice", lambda device: Choice())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
-    layers = [Measurement(f"delta rule and neighbours, {how}", 1, [int]) for how in ("in turn", "overlapping")]
-    monkeypatch.setattr(kernels_tune, "neighbours", lambda device: iter(layers))
     monkeypatch.setattr("duovolt.perf.prompts_tune.for_prompts", lambda chosen, device, tell: chosen)
     monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
 
@@ -49,7 +45,7 @@ def ticking(calls, overlap=False) -> float:
     assert len(calls) == 2
     assert all(call.func.__name__ in ("linears", "swiglu", "mm") for call in calls)
     seconds = {"": 2e-5, "arithmetic": 1.5e-5, "loads": 1e-5}[choice_now().ablate]
-    return seconds * {32: 1.0, 16: 0.75, 0: 0.5}[choice_now().rows] * (0.9 if overlap else 1.0)
+    return seconds * {0: 1.0, 16: 0.75, 32: 0.5}[choice_now().rows] * (0.9 if overlap else 1.0)
 
 
 def choice_now() -> Choice:
@@ -76,7 +72,9 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
     names = []
 
     class Recorder:
-        def launch(self, name, *arguments):
+        overlaps = clusters = False
+
+        def launch(self, name, *arguments, **how):
             names.append(name)
 
     monkeypatch.setattr(checks, "module_on", lambda source, device: Recorder())
@@ -98,24 +96,14 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
     assert [len(run) for run in runs[:8]] == [5, 4, 5, 4, 4, 3, 4, 3] and runs[:8] == runs[8:16]
 
 
-@pytest.mark.parametrize(("capability", "early"), [((9, 0), {"delta", "exchange"}), ((7, 0), {"exchange"})])
-def test_tune_finds_the_form_of_the_delta_rule(monkeypatch, capability, early):
-    """By a layer of launches as in a round; exchanges stay as they were chosen."""
-
-    def clock(calls, overlap=False) -> float:
-        now = choice_now()
-        assert "exchange" in now.early
-        return (20 - 2 * (now.delta == "apart") - ("delta" in now.early)) * 1e-6
-
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    monkeypatch.setattr(kernels_tune, "time_graph", clock)
-    lines: list[str] = []
-    with tuning.using(Choice(early=frozenset({"exchange"}))):
-        found = kernels_tune.with_delta(
-            Trial(tuning.choice_on(torch.device("cpu")), 5.0), torch.device("cpu"), lines.append
-        )
-    assert found == Trial(Choice(delta="apart", early=frozenset(early)), 5.0)
-    assert len(lines) == 2 * len(early) and "20.00 us" in lines[0]
+def test_families_overlap_if_asked(monkeypatch, capsys):
+    one = kernel_families.Measurement("decode", 10**6, [int])
+    monkeypatch.setitem(kernel_families.FAMILIES, "delta", lambda device: iter([one]))
+    monkeypatch.setattr(kernel_families, "time_graph", lambda calls, overlap: 1e-5 if overlap else 2e-5)
+    monkeypatch.setattr(kernel_families, "read_seconds", lambda *size: 1e-5)
+    for words, wanted in (([], "20.00 us  share 0.50"), (["--overlap"], "10.00 us  share 1.00")):
+        assert main(["bench", "kernels", "--family", "delta", *words]) == 0
+        assert wanted in capsys.readouterr().out
 
 
 def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
@@ -124,8 +112,8 @@ def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()[1:]  # the first names the card
     assert [line.split()[1] for line in lines] == ["sm_90", "compute_70", "sm_90", "sm_90"]
-    assert "32 rows" in lines[0] and "18.00 us" in lines[0]
-    assert "16 rows" in lines[2] and "13.50 us" in lines[2] and "auto rows" in lines[3] and "9.00 us" in lines[3]
+    assert "32 rows" in lines[0] and "9.00 us" in lines[0]
+    assert "16 rows" in lines[2] and "13.50 us" in lines[2] and "auto rows" in lines[3] and "18.00 us" in lines[3]
     assert main([*command, "--ablate", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [(fact["rows"], fact["without"]) for fact in facts if fact["arch"] == "sm_90"] == [
@@ -160,7 +148,7 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
     tuning._stored.cache_clear()
 
 
-def test_tune_asks_an_older_card_only_for_its_blocks_and_the_delta_rule(monkeypatch):
+def test_tune_asks_an_older_card_only_for_its_blocks(monkeypatch):
     tried = []
 
     def clock(calls, overlap=False) -> float:
@@ -170,5 +158,4 @@ def test_tune_asks_an_older_card_only_for_its_blocks_and_the_delta_rule(monkeypa
     monkeypatch.setattr(kernels_tune, "time_graph", clock)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
     assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen == Choice()
-    wanted = [*(Choice(blocks_a_sm=n) for n in (0, 2, 3)), Choice(delta="apart")]
-    assert set(map(repr, tried)) == set(map(repr, wanted))
+    assert set(map(repr, tried)) == {repr(Choice(blocks_a_sm=n)) for n in (0, 2, 3)}

@@ -16,6 +16,7 @@ import zmq
 from msgspec import structs
 
 from duovolt.runtime.messages import TokenEvent
+from duovolt.runtime.parallel.choice import Choice
 from duovolt.runtime.parallel.region import region_bytes
 from duovolt.runtime.parallel.shared import SHARED_DIR, SharedFile
 from duovolt.runtime.proxy import group as group_module
@@ -23,8 +24,10 @@ from duovolt.runtime.proxy.group import RankFault, RankGroup
 from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import ServePlan, make_plan
+from duovolt.runtime.proxy.server import _tell_plan
 from duovolt.runtime.proxy.supervisor import Supervisor
 from duovolt.runtime.rank.options import RankOptions
+from duovolt.runtime.rank.preflight import Settled
 from duovolt.runtime.rank.wire import Failed, Hello, Step, decode_to_proxy
 
 from .conftest import gone, leftovers
@@ -268,3 +271,49 @@ def test_a_fault_door_that_makes_no_sense_is_said_before_ready(tmp_path: Path, m
     assert code == 2
     assert [type(message) for message in messages] == [Hello, Failed]
     assert "DUOVOLT_LOCKSTEP_FAULT='nonsense': expected RANK:NUMBER:KIND" in messages[1].message
+
+
+def settled(*cards: int) -> Settled:
+    return Settled(
+        uuids=[f"GPU-{card}" for card in cards], numbers=list(cards), card="a card", max_context=64, pages=2, planned=1,
+        plan=["  weights"], near=[[0] for _ in cards],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cards", "visible", "devices"),
+    [((1, 0), "GPU-1,GPU-0", ["cuda:0", "cuda:1"]), ((3, 3), "GPU-3", ["cuda:0", "cuda:0"])],
+)
+def test_ranks_see_the_cards_in_use_once_each(
+    plan: ServePlan, monkeypatch: pytest.MonkeyPatch, cards: tuple[int, int], visible: str, devices: list[str]
+) -> None:
+    """A card that is named twice to the driver would hide what comes behind it."""
+    started: list[tuple[tuple[str, ...], dict[str, str]]] = []
+
+    async def spawn(*command: str, env: dict[str, str], **more: Any) -> None:
+        started.append((command, env))
+
+    async def run() -> None:
+        group = RankGroup(replace(plan, cards=settled(*cards)), lambda events: None, start=0)
+        group._shared = SharedFile.create(region_bytes())
+        try:
+            for rank in (0, 1):
+                await group._spawn(rank)
+        finally:
+            await group.stop()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+    asyncio.run(run())
+    assert [command[command.index("--device") + 1] for command, _ in started] == devices
+    assert {env["CUDA_VISIBLE_DEVICES"] for _, env in started} == {visible}
+
+
+def test_both_ranks_on_one_card_is_said_with_a_warning(plan: ServePlan, capsys: pytest.CaptureFixture[str]) -> None:
+    loud = replace(plan, options=replace(plan.options, quiet=False))
+    _tell_plan(replace(loud, cards=settled(2, 2), way=Choice("ipc", None, True)))
+    said = capsys.readouterr().err
+    assert "both ranks are on card 2, to try two ranks on one card: slow" in said
+    assert "card 2: a card; memory a rank" in said and "between the ranks: ipc" in said
+    _tell_plan(replace(loud, cards=settled(0, 2), way=Choice("ipc", None, True)))
+    said = capsys.readouterr().err
+    assert "both ranks are" not in said and "card 0, 2: a card" in said and "between the cards: ipc" in said

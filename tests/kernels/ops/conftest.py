@@ -24,6 +24,7 @@ REPLACED = (
     "warp_product.cuh",
     "shared.cuh",
     "bulk.cuh",
+    "cluster.cuh",
 )  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh
 ARCHES = {"volta": 700, "ampere": 800, "hopper": 900}
@@ -38,7 +39,18 @@ _POOL = {"keys", "key_scales", "values", "value_scales"}  # pages that are older
 EARLY_READS = {
     "attention": {"tables", "counts", "starts", "firsts", *_POOL},
     "attention_merge": {"positions", "gate"},
-    "delta_decode": {"lanes", "counts", "firsts", "accepted", "turns", "weight", "a_log", "dt_bias", "state", "rows"},
+    "delta_decode_apart": {
+        "lanes",
+        "counts",
+        "firsts",
+        "accepted",
+        "turns",
+        "weight",
+        "a_log",
+        "dt_bias",
+        "state",
+        "rows",
+    },
     "rms_norm": {"weight"},
     "gated_rms_norm": {"weight"},
     "gated_rms_norm_many": {"weight"},
@@ -48,8 +60,8 @@ EARLY_READS = {
     "mailbox_reduce_norm": set(),
     "mailbox_gather": set(),
 }
-EARLY_READS["delta_decode_apart"] = EARLY_READS["delta_decode"]
-EARLY_WRITES = {name: {"state", "rows"} for name in ("delta_decode", "delta_decode_apart")}  # what it alone keeps
+EARLY_READS["qkv_rope_many"] = EARLY_READS["qkv_rope"]
+EARLY_WRITES = {"delta_decode_apart": {"state", "rows"}}  # what it alone keeps
 
 
 class Early(ctypes.Structure):
@@ -72,6 +84,7 @@ class Emulated:
     def __init__(self, library: ctypes.CDLL, arch: str, parameters: dict[str, list[str]] | None = None) -> None:
         self._library = library
         self.arch = arch
+        self.overlaps = self.clusters = arch == "sm_90"
         self.parameters = parameters or {}
         self.fresh: list[torch.Tensor] = []
         self.early: dict[str, set[str]] = {}
@@ -84,7 +97,9 @@ class Emulated:
         arguments: tuple[Any, ...],
         shared_bytes: int = 0,
         overlap: bool = False,
+        cluster: int = 1,
     ) -> None:
+        self._library.cluster_of(cluster)
         slots = b"".join(_slot(argument) for argument in arguments)
         inside = [
             (place, tensor)

@@ -52,7 +52,7 @@ struct Fiber {
 static Fiber fibers[kMaxThreads];
 static jmp_buf scheduler;
 static int running;
-static Barrier block_barrier, warp_barriers[kMaxThreads / 32], named_barriers[16];
+static Barrier block_barrier, warp_barriers[kMaxThreads / 32], named_barriers[16], cluster_barrier;
 static void (*body)(const void *);
 static const void *body_argument;
 
@@ -131,13 +131,13 @@ template <int id> void meet(int threads) {
     named_barriers[id].expected = threads;
     wait(named_barriers[id]);
 }
-inline void __syncwarp(unsigned = ~0u) { wait(warp_barriers[threadIdx.x / 32]); }
+inline void __syncwarp(unsigned = ~0u) { wait(warp_barriers[running / 32]); }
 
 static char slots[2][kMaxThreads][64];
 // What `value` is in lane `lane` of the warp; slots alternate, so that one barrier is enough.
 template <class T> const T *published(const T &value) {
     Fiber &self = fibers[running];
-    char (*own)[64] = slots[self.parity++ % 2] + threadIdx.x / 32 * 32;
+    char (*own)[64] = slots[self.parity++ % 2] + running / 32 * 32;
     static_assert(sizeof(T) <= 64, "slot");
     std::memcpy(own[threadIdx.x % 32], &value, sizeof(T));
     __syncwarp();
@@ -206,7 +206,6 @@ inline unsigned half_bits(float value) {
 inline unsigned half_pair(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 inline void await_previous() { fibers[running].awaited = true; }
 inline void admit_next() {}
-inline void admit_next_after_writes() {}
 inline void take_over() { await_previous(); }
 inline float fast_inverse(float value) { return 1.0f / value; }
 inline float fast_inverse_root(float value) { return 1.0f / std::sqrt(value); }
@@ -371,12 +370,27 @@ inline void await_landing(Landing *landing, unsigned parity) {
     landing->ordered = false;
 }
 
+// A cluster runs as one block of all its threads. What they call shared memory is one piece, so only what every block of a
+// cluster holds alike may lie there: what a block tells another, they all are told.
+static int cluster = 1;
+extern "C" void cluster_of(int blocks) { cluster = blocks; }
+inline int cluster_blocks() { return cluster; }
+inline int cluster_rank() { return blockIdx.x % cluster; }
+inline void begin_in_cluster() {}
+inline void await_beginnings() {}
+inline void meet_in_cluster() { wait(cluster_barrier); }
+inline void tell(float *shared, float value, int rank) {
+    if (rank == cluster_rank()) {
+        *shared = value;
+    }
+}
+
 static void enter() {
     body(body_argument);
     Fiber &self = fibers[running];
     self.done = true;
     block_awaited |= self.awaited;
-    for (Barrier *barrier : {&block_barrier, &warp_barriers[running / 32]}) { // threads that have ended are not waited for
+    for (Barrier *barrier : {&block_barrier, &cluster_barrier, &warp_barriers[running / 32]}) { // threads that have ended are not waited for
         --barrier->expected;
         if (barrier->expected && barrier->arrived == barrier->expected) {
             barrier->arrived = 0;
@@ -386,9 +400,9 @@ static void enter() {
     _longjmp(scheduler, 1);
 }
 
-// False if the block's threads wait for one another for ever.
-static bool run_block(int threads) {
-    block_barrier = Barrier{threads};
+// The threads of a block, or of a cluster from block `first` on. False if they wait for one another for ever.
+static bool run_block(int threads, int first) {
+    block_barrier = cluster_barrier = Barrier{threads};
     std::fill(std::begin(named_barriers), std::end(named_barriers), Barrier{});
     for (int warp = 0; warp < threads / 32; ++warp) {
         warp_barriers[warp] = Barrier{32};
@@ -413,7 +427,8 @@ static bool run_block(int threads) {
             }
             moved = true;
             running = i;
-            threadIdx = {i, 0, 0};
+            threadIdx = {i % blockDim.x, 0, 0};
+            blockIdx.x = first + i / blockDim.x;
             if (!_setjmp(scheduler)) {
                 if (fiber.started) {
                     _longjmp(fiber.place, 1);
@@ -473,11 +488,11 @@ int emulate(void (*kernel)(A...), const int *grid, int threads, const uint64_t *
     blockDim = {threads, 1, 1};
     for (int z = 0; z < grid[2]; ++z) {
         for (int y = 0; y < grid[1]; ++y) {
-            for (int x = 0; x < grid[0]; ++x) {
+            for (int x = 0; x < grid[0]; x += cluster) {
                 blockIdx = {x, y, z};
                 std::memset(dynamic_shared, 0xFF, sizeof dynamic_shared); // NaN: nothing relies on what was there
                 block_awaited = false;
-                if (!run_block(threads)) {
+                if (!run_block(threads * cluster, x)) {
                     return -1;
                 }
                 early.never += !block_awaited;

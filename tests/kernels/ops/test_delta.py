@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from duovolt.checkpoint.errors import InputError
-from duovolt.kernels import oracle
+from duovolt.kernels import checks, delta, oracle
 from duovolt.kernels.delta import (
     HEAD,
     DeltaState,
@@ -17,22 +17,9 @@ from duovolt.kernels.delta import (
     delta_prefill,
     delta_prefill_reference,
 )
-from duovolt.kernels.tuning import Choice, using
 
 from .conftest import ON_GPU, place
 from .support import WIDE_ERROR, Guarded, bits, data, relative
-
-GPU_FORMS = [
-    pytest.param(f"{one.values[0]} {form}", marks=one.marks) for one in ON_GPU for form in ("together", "apart")
-]
-
-
-@pytest.fixture(params=["volta together", "hopper together", "hopper apart", *GPU_FORMS])
-def either_form(request, emulated, monkeypatch):
-    """As `overlapping_device`, with either form of the decoding kernel."""
-    kind, form = request.param.split()
-    with using(Choice(delta=form)):
-        yield from place(kind, emulated, monkeypatch)
 
 
 class Layer:
@@ -101,9 +88,9 @@ def test_a_round_against_float64(device, heads, kind):
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
-def test_a_round_that_was_cut_back_leaves_no_trace(either_form, accepted):
+def test_a_round_that_was_cut_back_leaves_no_trace(overlapping_device, accepted):
     """Four tokens of which some stand, then more, gives the bits of the plain way, one token at a time."""
-    device = either_form
+    device = overlapping_device
     layer = Layer(device)
     plain = layer.memory()
     plain_out = torch.cat([step(layer, plain, slice(token, token + 1), accepted=1) for token in range(10)])
@@ -127,9 +114,9 @@ def test_a_round_that_was_cut_back_leaves_no_trace(either_form, accepted):
     assert torch.equal(bits(memory[0].history(0, memory[1])), bits(alone[0].history(0, alone[1])))
 
 
-def test_lanes_do_not_see_one_another(either_form):
+def test_lanes_do_not_see_one_another(overlapping_device):
     """Three sequences in one launch, one place unused, lanes out of order: each as if alone, in its second round."""
-    device = either_form
+    device = overlapping_device
     layers = [Layer(device, seed=seed) for seed in (0, 1, 2)]
     for layer in layers[1:]:
         layer.weights = layers[0].weights
@@ -156,8 +143,8 @@ def test_lanes_do_not_see_one_another(either_form):
     assert torch.equal(memory.state[[1, 2]], untouched)
 
 
-def test_a_count_of_zero_moves_a_lane_to_its_last_accepted_token(either_form):
-    device = either_form
+def test_a_count_of_zero_moves_a_lane_to_its_last_accepted_token(overlapping_device):
+    device = overlapping_device
     layer = Layer(device)
     memory, other = layer.memory(), layer.memory()
     step(layer, memory, slice(0, 4), accepted=3)
@@ -170,8 +157,8 @@ def test_a_count_of_zero_moves_a_lane_to_its_last_accepted_token(either_form):
     assert torch.equal(memory[0].history(0, memory[1]), layer.parts(slice(0, 3))[0])
 
 
-def test_the_reference_does_the_same(either_form):
-    device = either_form
+def test_the_reference_does_the_same(overlapping_device):
+    device = overlapping_device
     layer = Layer(device)
     ours, theirs = layer.memory(), layer.memory()
     for rows, accepted in ((slice(0, 4), 2), (slice(2, 5), 3), (slice(5, 6), 1)):
@@ -184,25 +171,28 @@ def test_the_reference_does_the_same(either_form):
     assert torch.equal(ours[0].rows, theirs[0].rows)
 
 
-@pytest.mark.parametrize("early", [frozenset(), frozenset({"delta"})], ids=["late", "early"])
-def test_both_forms_give_the_same_bits(overlapping_device, early):
+@pytest.mark.parametrize("kind", ["hopper", *ON_GPU[1:]])
+def test_both_forms_give_the_same_bits(kind, emulated, monkeypatch):
     """Lanes that stand elsewhere than the sequences, nothing accepted, all of eight, none to pass."""
-    device, found = overlapping_device, []
-    for form in ("together", "apart"):
-        layer = Layer(device, 1, 3, tokens=24)
-        memory, progress = DeltaState.empty(3, layer.weights), Progress.empty(3, device)
-        memory.state[:] = layer.state
-        outs = []
-        with using(Choice(delta=form, early=early)):
+    found = []
+    for apart in (True, False):
+        with monkeypatch.context() as patched:
+            device = next(place(kind, emulated, patched))
+            if not apart:
+                module = checks.module_on(delta.SOURCE, device)
+                patched.setattr(delta, "_decoder", lambda device, module=module: (module, "delta_decode", 128, False))
+            layer = Layer(device, 1, 3, tokens=24)
+            memory, progress = DeltaState.empty(3, layer.weights), Progress.empty(3, device)
+            memory.state[:] = layer.state
+            outs = []
             for counts, accepted in (([1, 8, 5], [1, 8, 0]), ([3, 8, 0], [2, 5, 0]), ([4, 1, 2], [4, 1, 1])):
                 mixed, a, b = layer.parts(slice(0, sum(counts)))
                 out = torch.zeros(sum(counts), 3, HEAD, device=device)
-                outs.append(
-                    delta_decode(mixed, a, b, layer.weights, memory, progress, Round.of([1, 0, 2], counts, device), out)
-                )
+                batch = Round.of([1, 0, 2], counts, device)
+                outs.append(delta_decode(mixed, a, b, layer.weights, memory, progress, batch, out))
                 for lane, count in zip((1, 0, 2), accepted, strict=True):
                     progress.advance(lane, count)
-        found.append((*outs, memory.state, memory.rows))
+            found.append((*outs, memory.state, memory.rows))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
 

@@ -45,12 +45,28 @@ def test_norms_and_embedding(kernels, tokens):
     assert not any(kernels.early[f"embed_{name}"] for name in ("bf16", "fp16", "fp32"))
 
 
+@pytest.mark.parametrize("kernels", [norm.SOURCE], indirect=True)
+@pytest.mark.parametrize("columns", [8, 1032, 5120, 8192])
+def test_a_row_in_a_cluster_has_the_bits_of_a_block(kernels, monkeypatch, columns):
+    generator = torch.Generator().manual_seed(columns)
+    x, delta = (300 * torch.randn(3, columns, generator=generator) for _ in range(2))
+    weight, found = 100 * torch.randn(columns, generator=generator), []
+    for most in (1, norm.MAX_CLUSTER):
+        monkeypatch.setattr(norm, "MAX_CLUSTER", most)
+        own, wide, overflows = x.clone(), torch.empty_like(x), torch.zeros(3, dtype=torch.int32)
+        got = norm.rms_norm(own, weight, EPS, delta=delta, wide=wide, overflows=overflows)
+        found.append((got, own, wide, overflows))
+    assert norm._blocks_a_row(norm.row_threads(columns) // 32) == {8: 1, 1032: 3, 5120: 5, 8192: 8}[columns]
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
 @pytest.mark.parametrize("kernels", [rope.SOURCE], indirect=True)
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp16"])
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2)])
-def test_queries_and_keys(kernels, emulated, monkeypatch, int8, heads):
+@pytest.mark.parametrize(("heads", "tokens"), [((1, 1), 3), ((6, 2), 3), ((1, 1), rope._FEW + 1)])
+def test_queries_and_keys(kernels, emulated, monkeypatch, int8, heads, tokens):
     """With the bits of the form that does not overlap, unknown positions and unused slots too."""
-    case = Case(torch.device("cpu"), "normal", *heads, 3, int8)
+    case = Case(torch.device("cpu"), "normal", *heads, tokens, int8)
     case.positions[:, 1], case.slots[2] = 10**6, -1
     found = []
     for arch in ("hopper", "volta"):
@@ -64,5 +80,5 @@ def test_queries_and_keys(kernels, emulated, monkeypatch, int8, heads):
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
     assert found[0][0][1].isnan().any() and not found[0][0][0].isnan().any()
-    name = "qkv_rope_int8" if int8 else "qkv_rope_fp16"
+    name = f"qkv_rope_{'' if tokens <= rope._FEW else 'many_'}{'int8' if int8 else 'fp16'}"
     assert kernels.early[name] == EARLY_READS["qkv_rope"]

@@ -7,7 +7,7 @@ import torch
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels import oracle, reference
 from duovolt.kernels.kvcache import DIM, PAGE, KVCache, hadamard
-from duovolt.kernels.rope import qkv_rope, qkv_rope_reference
+from duovolt.kernels.rope import _FEW, qkv_rope, qkv_rope_reference
 
 from .support import HALF_ERROR, Guarded, bits, data, relative
 
@@ -112,6 +112,30 @@ def test_slots_outside_of_the_pool_are_dropped_and_strange_positions_give_nan(de
     written = (keys.flatten(0, 1) != 0).flatten(1).any(1)
     assert written.nonzero().flatten().tolist() == [PAGE + 63]
     assert got[:2].isnan().any() and torch.isfinite(got[2:]).all()
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp16"])
+def test_many_tokens_have_the_bits_of_few(device, int8):
+    """Values that go to whole runs of a page: from any place in a run on, with padding, gaps and other orders between."""
+    tokens = _FEW + 20
+    case = Case(device, "heavy", 2, 2, tokens, int8)
+    places = torch.arange(tokens) + 5  # tokens 11 .. 26, 27 .. 42 and so on are whole runs
+    places[30], places[-4:] = -1, -1
+    places[50], places[51] = places[51].item(), places[50].item()
+    case.slots = places.to(torch.int32).to(device)
+    case.projection[40, -7], case.projection[41, -8] = -1e6, float("nan")
+    counts = [torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2)]
+    together = qkv_rope(*case.arguments(), case.cache, EPS, overflows=counts[0])
+    few = KVCache.empty(4, 2, int8=int8, device=device)
+    for rows in (slice(0, 30), slice(30, tokens)):
+        alone = qkv_rope(*case.arguments(rows), few, EPS, overflows=counts[1][rows])
+        assert torch.equal(bits(together[rows]), bits(alone))
+    assert counts[0].tolist() == counts[1].tolist()
+    assert counts[0][40] > 0 and few.values.count_nonzero() > 0
+    for name in ("keys", "key_scales", "values", "value_scales"):
+        ours, theirs = getattr(case.cache, name), getattr(few, name)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(bits(ours), bits(theirs))
 
 
 def test_overflow_is_counted_and_finite(device):
