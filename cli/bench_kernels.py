@@ -19,7 +19,7 @@ EXAMPLE = """examples:
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
   duovolt bench kernels --tokens 1 4 --rows 32 16 auto --overlap
   duovolt bench kernels --prefill 25 64 256 2048 --route narrow wide beside
-  duovolt bench kernels --family attention delta
+  duovolt bench kernels --family attention delta --overlap
 
 Decode linears (or other families) at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the
 time of a kernel that only reads as many bytes, measured beside, over the time of ours. The card's own code and, for the
@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 ROWS = {"32": 32, "16": 16, "auto": 0}
 TOKENS = (1, 2, 4, 8)
-_LINEARS = ("tokens", "only", "ablate", "rows", "overlap")  # what measuring decode linears reads
+_LINEARS = ("tokens", "only", "ablate", "rows")  # what measuring decode linears alone reads
 
 
 def line(row: Row, label: str) -> str:
@@ -125,7 +125,7 @@ def _check_all_is_read(args: argparse.Namespace) -> None:
     if args.family:
         unread, what = (*_LINEARS, "prefill", "route"), "other families than decode linears (--family)"
     elif args.prefill:
-        unread, what = _LINEARS, "linears of prompts (--prefill)"
+        unread, what = (*_LINEARS, "overlap"), "linears of prompts (--prefill)"
     else:
         unread, what = ("route",), "decode linears; it is of --prefill T..."
     if given := [name for name in unread if getattr(args, name)]:
@@ -146,7 +146,8 @@ def run(args: argparse.Namespace) -> int:
         print(machine_of(device).named, flush=True)
     if args.family:
         families = []
-        for one in measure_families(args.family, arches_for(torch.cuda.get_device_capability(device))[0], device):
+        arch = arches_for(torch.cuda.get_device_capability(device))[0]
+        for one in measure_families(args.family, arch, device, overlap=args.overlap):
             families.append(dataclasses.asdict(one) | {"share": one.ratio})
             if not args.json:
                 print(family_line(one), flush=True)

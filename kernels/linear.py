@@ -144,7 +144,7 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     tuned = choice(device)
     module = load(SOURCES[padded], device, tuned.defines)
     paired, resident, processors = filled.epilogue == SWIGLU, 0, multiprocessors(device)
-    if tuned.rows_of(kernel, filled.items, paired, processors, module.arch) == HALF_BAND:
+    if tuned.rows_of(kernel, filled.items, paired, processors, module.arch, padded) == HALF_BAND:
         halve(filled)
         if paired:
             resident = PAIR_BLOCKS[padded]

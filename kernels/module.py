@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -102,6 +103,7 @@ class Module:
         self._functions: dict[str, Any] = {}
         self._starts: dict[str, int] = {}  # the same as plain numbers
         self._shared: dict[str, int] = {}
+        self._raising = threading.Lock()
         self._configs: dict[tuple[int, ...], Any] = {}
         self.clusters = self.arch.startswith("sm_") and int(self.arch[3:]) >= CLUSTERS
         self.overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
@@ -132,8 +134,7 @@ class Module:
         try:
             overlap = overlap and self.overlapping
             if overlap or cluster > 1:
-                config = self._configured(grid, threads, shared_bytes, overlap, cluster)
-                config.hStream = stream
+                config = self._configured(grid, threads, shared_bytes, overlap, cluster, stream)
                 function = self._function(name, shared_bytes)
                 self._call("cuLaunchKernelEx", config, function, parameters.address, 0, what=f"launching {name}")
             else:
@@ -163,15 +164,18 @@ class Module:
         finally:
             self._call("cuCtxPopCurrent")
 
-    def _configured(self, grid: tuple[int, ...], threads: int, shared_bytes: int, overlap: bool, cluster: int) -> Any:
+    def _configured(
+        self, grid: tuple[int, ...], threads: int, shared_bytes: int, overlap: bool, cluster: int, stream: int
+    ) -> Any:
         """A launch that may begin before its predecessor on the stream has ended, or whose blocks run in clusters; kept, for
-        making one takes its time."""
-        key = (*grid, threads, shared_bytes, overlap, cluster)
+        making one takes its time. Never changed once it is kept: another thread may be launching with it."""
+        key = (*grid, threads, shared_bytes, overlap, cluster, stream)
         if key not in self._configs:
             config = self._driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
             config.sharedMemBytes = shared_bytes
+            config.hStream = stream
             config.attrs = self._attributes(overlap, cluster)
             config.numAttrs = len(config.attrs)
             self._configs[key] = config
@@ -198,8 +202,10 @@ class Module:
         function = self._functions[name]
         if shared_bytes > self._shared.get(name, 0):  # static and dynamic memory share the 48 KB that need no asking
             limit = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", function, limit, shared_bytes, what=f"shared memory of {name}")
-            self._shared[name] = shared_bytes
+            with self._raising:  # else another thread's smaller one might come last
+                if shared_bytes > self._shared.get(name, 0):
+                    self._call("cuFuncSetAttribute", function, limit, shared_bytes, what=f"shared memory of {name}")
+                    self._shared[name] = shared_bytes
         return function
 
     def _call(self, function: str, *arguments: Any, what: str = "") -> Any:

@@ -12,8 +12,9 @@ token's may differ between numbers of tokens. In the wide linear they do not dep
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,11 +29,16 @@ from .weights import BAND, GROUP, Fp8BlockWeight, HalfWeight, Nvfp4Weight, Weigh
 
 SOURCE = "dequantise.cu"
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
-SCRATCH_BYTES = 96 << 20  # of plain weights at a time, or of the wide linear's partial sums
+SCRATCH_BYTES = 192 << 20  # of plain weights at a time, and so of a matrix that is multiplied whole
+BESIDE_ROWS = (
+    4096  # of a piece where the next one is made beside its product: two nearly full waves of tiles for 2,048 tokens
+)
+_BESIDE_PIECES = 3  # at least: what is made before the first product is hidden by none
+_PARTIAL_BYTES = 20 << 20  # of the wide linear's sums on 160 multiprocessors
 _LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
 _LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
-_COLUMNS_A_BLOCK = 8 * 64  # eight warps, four tiles each
+_WARPS, _TILES_A_WARP = 8, 4  # of a block of the dequantising kernel
 
 
 def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -44,13 +50,13 @@ def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor
     out = _checked_output(x, weight, out)
     _check_device(x, [weight])
     if _takes_wide(x, weight):
-        wide.multiply(x, [weight], [out], HALF, _workspace(x.device))
+        wide.multiply(x, [weight], [out], HALF)
     elif x.shape[0] <= FEW_TOKENS:
         for first in range(0, x.shape[0], MAX_TOKENS):
             few = slice(first, first + MAX_TOKENS)
             linear(x[few], weight, out[few], dtype=torch.float16)
     else:
-        _multiply_plain(x, [weight], [out])
+        _multiply_plain(x, weight, out)
     return out
 
 
@@ -77,7 +83,7 @@ def linear_blocks(
             continue
         for first in range(0, len(alike), MATRICES):
             some = alike[first : first + MATRICES]
-            wide.multiply(x, [one for one, _ in some], [one for _, one in some], FLOAT, _workspace(x.device))
+            wide.multiply(x, [one for one, _ in some], [one for _, one in some], FLOAT)
     for weight, out in left:
         staging.widen(linear_block(x, weight), out, overflows=overflows)
     return outs
@@ -95,7 +101,7 @@ def swiglu_block(x: Tensor, gate: Weight, up: Weight, *, overflows: Tensor | Non
     _check_device(x, [gate, up])
     if gate.encoding == up.encoding and _takes_wide(x, gate):
         out = torch.empty(x.shape[0], gate.shape[0], dtype=torch.float16, device=x.device)
-        wide.multiply(x, [gate, up], [out], SWIGLU, _workspace(x.device), overflows)
+        wide.multiply(x, [gate, up], [out], SWIGLU, overflows=overflows)
         return out
     opened, raised = linear_block(x, gate), linear_block(x, up)
     return staging.silu_product(opened, raised, opened, overflows=overflows)
@@ -140,47 +146,74 @@ class _Piece:
     bands: int
     out: Tensor
 
-
-def _pieces(weights: Sequence[Weight], outs: Sequence[Tensor], elements: int) -> Iterator[_Piece]:
-    """Of at most `elements` plain values each, those of a matrix about equal; a band at least."""
-    for weight, out in zip(weights, outs, strict=True):
-        rows, columns = weight.shape
-        bands = weight.words.shape[0]
-        count = -(-bands // max(1, elements // (BAND * columns)))
-        for number in range(count):
-            first, end = number * bands // count, (number + 1) * bands // count
-            yield _Piece(weight, first, end - first, out[:, first * BAND : min(end * BAND, rows)])
+    @property
+    def elements(self) -> int:
+        """Plain values, those of rows past the matrix's end too."""
+        return self.bands * BAND * self.weight.shape[1]
 
 
-def _multiply_plain(x: Tensor, weights: Sequence[Weight], outs: Sequence[Tensor]) -> None:
-    """By dequantised pieces and the vendor's product, one after the other or side by side."""
-    whole = SCRATCH_BYTES // 2
-    scratch = _scratch(x.device, max(whole, 2 * BAND * x.shape[1]))
-    if not choice(x.device.index).overlap_dequantising:
-        for piece in _pieces(weights, outs, whole):
-            _product(x, piece, _plain(piece, scratch))
-        return
-    # Two halves in turn: while one is multiplied, the other is filled on a stream of its own.
-    halves = scratch.chunk(2)
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    side.wait_stream(main)  # who used the scratch before
+def workspace_bytes(largest: int) -> int:
+    """Memory of a call beside x and its outputs, whose largest matrix has `largest` values."""
+    return max(min(SCRATCH_BYTES, 2 * largest), _PARTIAL_BYTES)
+
+
+def _pieces(weight: Weight, out: Tensor, most: int, *, equal: bool) -> list[_Piece]:
+    """Of at most `most` bands each: about equal, or all but the last of so many."""
+    rows, bands = weight.shape[0], weight.words.shape[0]
+    count = -(-bands // most)
+    cuts = [number * bands // count if equal else min(number * most, bands) for number in range(count + 1)]
+    return [
+        _Piece(weight, first, end - first, out[:, first * BAND : min(end * BAND, rows)])
+        for first, end in pairwise(cuts)
+    ]
+
+
+def _multiply_plain(x: Tensor, weight: Weight, out: Tensor) -> None:
+    """By dequantised pieces and the vendor's product, one after the other or side by side.
+
+    Buffers are this call's own: another thread's launches may come between the two of a piece, on this stream or another,
+    and torch's allocator hands memory on only in the order of a stream, or of the graph that is being captured.
+    """
+    most = max(1, SCRATCH_BYTES // (2 * BAND * x.shape[1]))
+    if choice(x.device.index).overlap_dequantising:
+        few = min(BESIDE_ROWS // BAND, max(1, most // 2))
+        if weight.words.shape[0] > few * (_BESIDE_PIECES - 1):
+            _multiply_beside(x, _pieces(weight, out, few, equal=False))
+            return
+    pieces = _pieces(weight, out, most, equal=True)
+    buffer = _buffers(x, pieces, 1)[0]
+    for piece in pieces:
+        _product(x, piece, _plain(piece, buffer))
+
+
+def _multiply_beside(x: Tensor, pieces: Sequence[_Piece]) -> None:
+    """Two buffers in turn: while one is multiplied, the other is filled on a stream of its own."""
+    buffers = _buffers(x, pieces, 2)
+    main = torch.cuda.current_stream(x.device)
+    side = _side_stream(x.device, main.cuda_stream)
+    side.wait_stream(main)  # who used the memory before
     multiplied: list[torch.cuda.Event] = []
-    for number, piece in enumerate(_pieces(weights, outs, whole // 2)):
+    for number, piece in enumerate(pieces):
         half_factors(piece.weight)  # may synchronise
         with torch.cuda.stream(side):
             if number >= 2:
                 side.wait_event(multiplied[number - 2])
-            plain = _plain(piece, halves[number % 2])
+            plain = _plain(piece, buffers[number % 2])
             filled = side.record_event()
         main.wait_event(filled)
         _product(x, piece, plain)
         multiplied.append(main.record_event())
 
 
-def _plain(piece: _Piece, scratch: Tensor) -> Tensor:
+def _buffers(x: Tensor, pieces: Sequence[_Piece], count: int) -> Tensor:
+    """fp16, each as large as the largest piece."""
+    return torch.empty(count, max(piece.elements for piece in pieces), dtype=torch.float16, device=x.device)
+
+
+def _plain(piece: _Piece, buffer: Tensor) -> Tensor:
     """The piece in fp16, [32 * bands, K]."""
     columns = piece.weight.shape[1]
-    plain = scratch[: piece.bands * BAND * columns].view(-1, columns)
+    plain = buffer[: piece.elements].view(-1, columns)
     dequantise(piece.weight, plain, piece.first, half_factors(piece.weight)[0])
     return plain
 
@@ -192,13 +225,11 @@ def _product(x: Tensor, piece: _Piece, plain: Tensor) -> None:
 
 def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> None:
     """Bands from `first_band` on, times scale and factor, to `out` float16 [32 * bands, K]; rows past N become zero."""
-    groups = weight.shape[1] // GROUP
-    blocks = -(-weight.shape[1] // _COLUMNS_A_BLOCK)
+    groups, bands = weight.shape[1] // GROUP, out.shape[0] // BAND
+    blocks = -(-bands * -(-groups // _TILES_A_WARP) // _WARPS)
     module = load(SOURCE, out.device.index)
-    grid = (blocks, out.shape[0] // BAND)
-    module.launch(
-        f"dequantise_{weight.encoding}", grid, 256, (matrix_of(weight), out, groups, first_band, float(factor))
-    )
+    arguments = (matrix_of(weight), out, groups, first_band, bands, float(factor))
+    module.launch(f"dequantise_{weight.encoding}", blocks, 32 * _WARPS, arguments)
 
 
 def half_factors(weight: Weight) -> tuple[float, float]:
@@ -238,17 +269,8 @@ def _power(largest: float) -> tuple[float, float]:
 
 
 @functools.cache
-def _scratch(device: torch.device, elements: int) -> Tensor:
-    return torch.empty(elements, dtype=torch.float16, device=device)
-
-
-def _workspace(device: torch.device) -> Tensor:
-    """The scratch buffer as float32."""
-    return _scratch(device, SCRATCH_BYTES // 2).view(torch.float32)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """Where pieces are made for products on `stream`: one of its own, for that one may be in a capture."""
     return torch.cuda.Stream(device)
 
 

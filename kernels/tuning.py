@@ -23,15 +23,17 @@ STAGE_BYTES = {
     "fp8": 4 * 544,
     "half": 4 * 1056,
 }  # a turn's tiles with the padding that spreads the banks
-HALF_STAGES = {"nvfp4": 3, "fp8": 4}  # likewise where an item is half a band
+HALF_STAGES = {"nvfp4": 3, "fp8": 2}  # likewise where an item is half a band
 _HALF_STAGE_BYTES = {"nvfp4": 8 * 160, "fp8": 4 * 288}
 MIXED_STAGES = 2  # of fp8 bands in a launch of several encodings
 BAND, HALF_BAND = 32, 16  # rows of an item
 HALVES = "halves"  # kernels of half a band an item: linear_{encoding}_halves_{T}
-# What half a band costs, of a whole one: for nvfp4 by the instructions of a turn (docs/kernels/linear.md); fp8 waits for
-# bytes, which are half as many, and a tenth is added for what a block costs beside its turns.
-_HALF_COST = {"nvfp4": 0.58, "fp8": 0.55}
-_PAIR_COST = 0.5  # sixteen rows of gate and of up against a band of each
+# What half a band of nvfp4 costs, of a whole one, by the instructions of a turn; sixteen rows of gate and of up against a band of
+# each. Bands of fp8, which waits for bytes, a multiprocessor: from and below which halves of them took less time on an H200
+# (docs/kernels/linear.md).
+_HALF_COST, _PAIR_COST = 0.58, 0.5
+_HALVED_FP8 = (1.5, 8.0)
+_HALVED_TOKENS = 8  # of more only gate and up, side by side, were sooner
 # Blocks a multiprocessor for gate and up side by side, by padded T: as many as it holds (kBlocks in csrc/linear.cuh). There are
 # more items than that, and blocks that begin second would go wherever a slot is free first.
 PAIR_BLOCKS = {8: 3, 16: 2, 24: 2}
@@ -41,7 +43,9 @@ _RESERVED_BYTES = 1024  # of shared memory, that every block takes besides, on s
 MOST_STAGES = 8
 MOST_BLOCKS = 16
 WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weights, these three
-WIDE_UP_TO = 0  # off until it has run on a card; docs/kernels/linear.md, "More tokens", reckons with 256
+WIDE_UP_TO = (
+    0  # off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100
+)
 MOST_WIDE = 4096
 
 
@@ -63,7 +67,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
     blocks_a_sm: int = 0
     ablate: Literal["", "arithmetic", "loads"] = ""
-    rows: Literal[0, 16, 32] = 32
+    rows: Literal[0, 16, 32] = 0
     half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
     mixed_stages: int = MIXED_STAGES
     early: frozenset[Literal["exchange"]] = frozenset()
@@ -97,18 +101,24 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stages = tuple(f"{name}={n}" for name, n, usual in depths if n != usual)
         return (*stages, f"ABLATE_{self.ablate.upper()}") if self.ablate else stages
 
-    def rows_of(self, kernel: str, items: int, paired: bool, multiprocessors: int, arch: str) -> int:
-        """Rows of an item in a launch of `items` bands, or of gate and up (`paired`), by a kernel compiled for `arch`.
+    def rows_of(self, kernel: str, items: int, paired: bool, multiprocessors: int, arch: str, tokens: int) -> int:
+        """Rows of an item in a launch of `items` bands, or of gate and up (`paired`), for `tokens` tokens, by code for `arch`.
 
-        With `rows` 0: the multiprocessor with most items ends last, and halves are taken if that is sooner then.
+        With `rows` 0: for nvfp4 the multiprocessor with most items ends last, and halves are taken if that is sooner then; for
+        fp8 by what was measured.
         """
-        if int(arch.partition("_")[2]) < _OLDEST_RING or kernel not in _HALF_COST:
+        if int(arch.partition("_")[2]) < _OLDEST_RING or kernel not in HALF_STAGES:
             return BAND
         if self.rows:
             return self.rows
-        cost = _PAIR_COST if paired else _HALF_COST[kernel]
-        halves, bands = -(-2 * items // multiprocessors) * cost, -(-items // multiprocessors)
-        return HALF_BAND if halves < bands else BAND
+        if tokens > _HALVED_TOKENS and not paired:
+            return BAND
+        if kernel == "fp8":
+            sooner = not paired and _HALVED_FP8[0] <= items / multiprocessors < _HALVED_FP8[1]
+        else:
+            cost = _PAIR_COST if paired else _HALF_COST
+            sooner = -(-2 * items // multiprocessors) * cost < -(-items // multiprocessors)
+        return HALF_BAND if sooner else BAND
 
     def blocks(self, items: int, multiprocessors: int, resident: int = 0) -> int:
         """Blocks of a launch of `items` items; `resident`: that a multiprocessor should hold if the choice leaves it open."""

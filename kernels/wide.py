@@ -36,6 +36,7 @@ _BAND_STEP_BYTES = {
 _STAGES = {"nvfp4": 4, "fp8": 3, "fp8_blocks": 3, "half": 2}
 _SMALL = (86, 89, 120, 121)  # compute capabilities whose blocks may have 99 KB: two stages
 _SMALL_STAGES = 2
+_SUM_TOKENS = 8  # of a block of `wide_sum`; every width is a multiple of it
 _OUT_BYTES = 8 * 8 * 68 * 4  # sums on their way out, where the stages were
 
 
@@ -105,17 +106,21 @@ def multiply(
     weights: Sequence[Weight],
     outs: Sequence[Tensor],
     epilogue: int,
-    workspace: Tensor,
+    *,
     overflows: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> None:
     """x float16 [T, K] times matrices of one encoding, on torch's current stream; arguments as `task` takes them.
 
-    `workspace`: float32 that nothing else uses until the launches have run. `overflows` int32 [T] gains the number of fp16
-    outputs of each token that were cut off at +-65504. Other arguments are checked by kernels/prefill.py.
+    `overflows` int32 [T] gains the number of fp16 outputs of each token that were cut off at +-65504. `workspace`: float32 that
+    nothing else uses until the launches have run, by default memory of the call's own. Other arguments are checked by
+    kernels/prefill.py.
     """
     encoding, groups = weights[0].encoding, x.shape[1] // GROUP
     bands = sum(weight.words.shape[0] for weight in weights)
     cut = plan(encoding, x.shape[0], bands, groups, processors(x.device), widest_on(encoding, x.device))
+    if workspace is None:
+        workspace = torch.empty(cut.partial_elements, device=x.device)
     if cut.partial_elements > workspace.numel():
         raise InputError(
             f"{x.shape[0]} tokens need a workspace of {cut.partial_elements} numbers: there are {workspace.numel()}."
@@ -132,7 +137,8 @@ def multiply(
     )
     if cut.cut:
         shape = (cut.token_blocks, cut.workers, cut.width)
-        loaded.launch("wide_sum", (cut.cut, x.shape[0]), TILE_ROWS, (filled, workspace, *shape))
+        grid = (cut.cut, -(-x.shape[0] // _SUM_TOKENS))
+        loaded.launch("wide_sum", grid, TILE_ROWS, (filled, workspace, *shape))
 
 
 def _read(weight: Weight) -> list[Tensor]:

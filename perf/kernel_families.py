@@ -305,12 +305,15 @@ FAMILIES = {
 }
 
 
-def measure_families(names: Sequence[str], arch: str, device: torch.device) -> Iterator[FamilyRow]:
-    """Every measurement of these families as code of one architecture."""
+def measure_families(
+    names: Sequence[str], arch: str, device: torch.device, *, overlap: bool = False
+) -> Iterator[FamilyRow]:
+    """Every measurement of these families as code of one architecture; `overlap`: launches begin before the one before has
+    ended, where they may (those of `neighbours` say so themselves)."""
     with forced_arch(arch):
         for family in names:
             for one in FAMILIES[family](device):
-                seconds = time_graph(one.launches)
-                peer = time_graph(one.peer) if one.peer else 0.0
+                seconds = time_graph(one.launches, overlap)
+                peer = time_graph(one.peer, overlap) if one.peer else 0.0
                 floor = read_seconds(one.nbytes, device, POOL_BYTES)
                 yield FamilyRow(family, one.name, arch, one.nbytes, one.flops, seconds, floor, peer, one.peer_name)

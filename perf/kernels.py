@@ -85,9 +85,26 @@ def random_weight(encoding: str, rows: int, columns: int, device: torch.device) 
     return HalfWeight.of(torch.randn(rows, columns, dtype=torch.float16, device=device))
 
 
+def likely_weight(encoding: str, rows: int, columns: int, device: torch.device) -> Weight:
+    """A weight whose values are spread about zero as a model's: the power that products take, and so their clock, follows the
+    bits that change."""
+    bands, groups = rows // 32, columns // 16
+    if encoding == "nvfp4":
+        words = torch.randint(0, 0x100, (bands, groups, 32, 8), dtype=torch.uint8, device=device)
+        scales = torch.randint(0x60, 0x7F, (bands, groups, 32), dtype=torch.uint8, device=device)
+        return Nvfp4Weight(words, scales, torch.full((1,), 1e-4, device=device))
+    values = (100 * torch.randn(bands, groups, 32, 16, device=device)).clamp(-448, 448)
+    return Fp8Weight(values.to(torch.float8_e4m3fn).view(torch.uint8), torch.full((rows,), 1e-4, device=device))
+
+
 def time_graph(launches: Sequence[Callable[[], object]], overlap: bool = False) -> float:
     """Median seconds a launch of a graph that holds them in order; `overlap`: where they can, they begin before the one before
     has ended."""
+    return time_in_turn([captured(launches, overlap)], len(launches))[0]
+
+
+def captured(launches: Sequence[Callable[[], object]], overlap: bool = False) -> torch.cuda.CUDAGraph:
+    """A graph of the launches in order; the first is run before, so that nothing is loaded in the capture."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launches[0]()
@@ -96,16 +113,23 @@ def time_graph(launches: Sequence[Callable[[], object]], overlap: bool = False) 
     with torch.cuda.graph(graph), overlapping(overlap):
         for launch in launches:
             launch()
+    return graph
+
+
+def time_in_turn(graphs: Sequence[torch.cuda.CUDAGraph], launches: int) -> list[float]:
+    """Median seconds a launch of graphs of `launches` launches each, replayed in turn: at the card's limit of power its clock
+    follows what ran before, which is so the same for all."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
+    times: list[list[float]] = [[] for _ in graphs]
     for index in range(REPLAYS + 3):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if index >= 3:
-            times.append(begin.elapsed_time(end) * 1e-3 / len(launches))
-    return statistics.median(times)
+        for graph, own in zip(graphs, times, strict=True):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if index >= 3:
+                own.append(begin.elapsed_time(end) * 1e-3 / launches)
+    return [statistics.median(own) for own in times]
 
 
 def copies_of(nbytes: int, pool: int = POOL_BYTES) -> int:
@@ -217,20 +241,22 @@ class PrefillRow:
 def measure_prefill(
     tokens: Sequence[int], device: torch.device, routes: Sequence[str] = ROUTES[:1]
 ) -> Iterator[PrefillRow]:
-    """Each prefill shape at each T by each way; copies of the weights are taken in turn, so that none is in a cache."""
+    """Each prefill shape at each T by each way and by cuBLAS, in turn; so are copies of the weights, that none is in a cache."""
     for encoding, rows, columns in PREFILL:
-        weights = [random_weight(encoding, rows, columns, device) for _ in range(PREFILL_COPIES)]
+        weights = [likely_weight(encoding, rows, columns, device) for _ in range(PREFILL_COPIES)]
         plain = torch.randn(PREFILL_COPIES, rows, columns, device=device, dtype=torch.float16)
         for count in tokens:
             x = torch.randn(count, columns, device=device).half()
             out = torch.empty(count, rows, dtype=torch.float16, device=device)
-            theirs = time_graph([partial(torch.mm, x, part.t(), out=out) for part in plain])
+            graphs = [captured([partial(torch.mm, x, part.t(), out=out) for part in plain])]
             for route in routes:
                 with using(route_choice(route, device)):
-                    for weight in weights:  # factors are found and the scratch is sized before the graph
+                    for weight in weights:  # factors are found before the graph
                         linear_block(x, weight, out)
-                    ours = time_graph([partial(linear_block, x, weight, out) for weight in weights])
-                yield PrefillRow(encoding, rows, columns, count, route, ours, theirs)
+                    graphs.append(captured([partial(linear_block, x, weight, out) for weight in weights]))
+            theirs, *ours = time_in_turn(graphs, PREFILL_COPIES)
+            for route, seconds in zip(routes, ours, strict=True):
+                yield PrefillRow(encoding, rows, columns, count, route, seconds, theirs)
 
 
 def the_device() -> torch.device:

@@ -1,7 +1,8 @@
 """Two ranks in one process, for measuring what their arithmetic gives: threads that launch in turn, no link between them.
 
-Both work on one device and one stream. An exchange is an addition that either makes once both parts have been launched,
-so no kernel waits for the other rank, as the mailbox's do, and one card is enough.
+Both work on one device, each on whatever streams it likes. An exchange is an addition that either makes once both parts have
+been launched, so no kernel waits for the other rank, as the mailbox's do, and one card is enough: its stream waits for the
+other's part, and goes on once both have read both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class _Meeting:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=_SECONDS)
         self.parts: list[Tensor | None] = [None, None]
+        self.launched: list[torch.cuda.Event | None] = [None, None]  # each part
+        self.read: list[torch.cuda.Event | None] = [None, None]  # both parts, by each rank
 
 
 class TogetherLink:
@@ -61,15 +64,28 @@ class TogetherLink:
 
     def _meet(self, part: Tensor, action: Callable[[Tensor, Tensor], None]) -> None:
         meeting = self._meeting
-        meeting.parts[self.rank] = part
+        meeting.parts[self.rank], meeting.launched[self.rank] = part, _recorded(part)
         meeting.barrier.wait()
         first, second = meeting.parts
         assert first is not None and second is not None
+        _await(meeting.launched[1 - self.rank])
         action(first, second)
-        meeting.barrier.wait()  # neither part is written again before both have been read
+        meeting.read[self.rank] = _recorded(part)
+        meeting.barrier.wait()
+        _await(meeting.read[1 - self.rank])  # neither part is written again before both have been read
 
     def check(self) -> None:
         return None
+
+
+def _recorded(part: Tensor) -> torch.cuda.Event | None:
+    """An event of what has been launched so far on the current stream of the part's card."""
+    return torch.cuda.current_stream(part.device).record_event() if part.is_cuda else None
+
+
+def _await(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.wait()
 
 
 class Together:

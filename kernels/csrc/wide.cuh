@@ -23,6 +23,7 @@ constexpr int kStepTiles = 4;                         // tiles of weights along 
 constexpr int kStepBytes = kStepTiles * kColumns * 2; // of a token
 constexpr int kChunks = kStepBytes / 16;
 constexpr int kSlots = 2; // runs are shorter than a tile: they lie in two at most
+constexpr int kSumTokens = 8; // of a block of wide_sum
 constexpr float kLargest = 65504.0f;
 
 // Where 16 bytes of a token's step lie among its 128: such that eight lanes that read one place of eight tokens, or places of
@@ -156,10 +157,11 @@ __device__ __forceinline__ size_t partial_place(int worker, int slot, int token_
     return ((static_cast<size_t>(worker) * kSlots + slot) * token_blocks + token_block) * width * kTileRows;
 }
 
-// Outputs of the tiles that were cut: a thread an output. Grid: (tiles that were cut, tokens), threads: 256.
+// Outputs of the tiles that were cut: a thread a row of kSumTokens tokens, whose parts it finds once. Grid: (tiles that were
+// cut, runs of tokens), threads: 256.
 __device__ __forceinline__ void add_up(const Task &task, const float *partial, int token_blocks, int workers, int width) {
     const Shares shares(task, workers);
-    const int other = blockIdx.x, token = blockIdx.y, column = threadIdx.x;
+    const int other = blockIdx.x, first_token = blockIdx.y * kSumTokens, column = threadIdx.x;
     const bool pairs = task.epilogue == kSwiglu;
     const int number = (shares.whole * workers + other) * kTileBands + column / kRows;
     if (number >= bands_of(task) || (pairs && number % 2)) {
@@ -172,22 +174,29 @@ __device__ __forceinline__ void add_up(const Task &task, const float *partial, i
         return;
     }
     const int first = shares.owner(other * shares.turns), last = shares.owner((other + 1) * shares.turns - 1);
-    float sum = 0.0f, up = 0.0f;
-#pragma unroll 4
+    float sum[kSumTokens] = {}, up[kSumTokens] = {};
     for (int worker = first; worker <= last; ++worker) {
         if (shares.begin(worker) == shares.begin(worker + 1)) {
             continue; // fewer turns than workers: this one has none
         }
         const int slot = shares.begin(worker) / shares.turns == other ? 0 : 1;
-        const float *own = partial + partial_place(worker, slot, token_blocks, token / width, width) +
-                           token % width * kTileRows + column;
-        sum += __ldg(own);
-        if (pairs) {
-            up += __ldg(own + kRows);
+        const float *own = partial + partial_place(worker, slot, token_blocks, first_token / width, width) +
+                           first_token % width * kTileRows + column;
+#pragma unroll
+        for (int n = 0; n < kSumTokens; ++n) { // of tokens beyond the last one there is nothing to read
+            const bool there = first_token + n < task.tokens;
+            sum[n] += there ? __ldg(own + n * kTileRows) : 0.0f;
+            up[n] += there && pairs ? __ldg(own + n * kTileRows + kRows) : 0.0f;
         }
     }
-    sum *= scale_of(matrix, row);
-    put(task, matrix, token, row, pairs ? gated(sum, up * scale_of(task.matrix[1], row)) : sum);
+    const float scale = scale_of(matrix, row), up_scale = pairs ? scale_of(task.matrix[1], row) : 1.0f;
+#pragma unroll
+    for (int n = 0; n < kSumTokens; ++n) {
+        if (first_token + n < task.tokens) {
+            const float value = sum[n] * scale;
+            put(task, matrix, first_token + n, row, pairs ? gated(value, up[n] * up_scale) : value);
+        }
+    }
 }
 
 } // namespace wide

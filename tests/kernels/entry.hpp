@@ -10,9 +10,9 @@ extern "C" int emulate_linear(void (*kernel)(Task), int blocks, int threads, con
     return stray;
 }
 
-extern "C" int emulate_dequantise(void (*kernel)(Matrix, unsigned short *, int, int, float), int blocks, int bands,
-                                  const Matrix *matrix, unsigned short *out, int groups, int first_band, float factor,
-                                  int count, const size_t *ranges) {
+extern "C" int emulate_dequantise(void (*kernel)(Matrix, unsigned short *, int, int, int, float), int blocks,
+                                  const Matrix *matrix, unsigned short *out, int groups, int first_band, int bands,
+                                  float factor, int count, const size_t *ranges) {
     set_ranges(count, ranges);
-    return emulate(blocks, bands, 256, [=] { kernel(*matrix, out, groups, first_band, factor); });
+    return emulate(blocks, 1, 256, [=] { kernel(*matrix, out, groups, first_band, bands, factor); });
 }

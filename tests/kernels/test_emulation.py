@@ -203,8 +203,9 @@ def test_extremes_of_every_encoding_survive(host_kernels, encode, encoding):
     )
 
 
+@pytest.mark.parametrize("blocks", [1, 3])  # of eight warps: twenty items
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_dequantised_tiles(host_kernels, encode, encoding):
+def test_dequantised_tiles(host_kernels, encode, encoding, blocks):
     rng = np.random.default_rng(11)
     rows = 90 if encoding == "half" else 96
     sample = encode(encoding, rng.standard_normal((rows, 16 * 37)).astype(np.float32))
@@ -215,7 +216,7 @@ def test_dequantised_tiles(host_kernels, encode, encoding):
     ranges = ranges_of([weight])
     factor = ctypes.c_float(0.5)
     stray = host_kernels.emulate_dequantise(
-        *(kernel, 2, bands, ctypes.byref(filled), ctypes.c_void_p(out[1:].data_ptr()), groups, 1, factor),
+        *(kernel, blocks, ctypes.byref(filled), ctypes.c_void_p(out[1:].data_ptr()), groups, 1, bands, factor),
         *(len(ranges) // 2, (ctypes.c_size_t * len(ranges))(*ranges)),
     )
     assert stray == 0 and (out[0] == -7).all() and (out[-1] == -7).all()

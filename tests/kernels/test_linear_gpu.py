@@ -185,7 +185,7 @@ def test_many_tokens_in_several_pieces(encode, monkeypatch):
     monkeypatch.setattr("duovolt.kernels.prefill.SCRATCH_BYTES", 2 * 32 * 256 * 3)
     rng = np.random.default_rng(7)
     sample = encode("nvfp4", matrix("normal", (32 * 7, 256), rng))
-    x = activations("normal", 256, rng, 64)
+    x = activations("normal", 256, rng, 128)
     expected = x.double() @ torch.from_numpy(sample.exact).cuda().t()
     got = linear_block(x, on_gpu(sample.weight)).double()
     assert float((got - expected).norm()) <= 1e-3 * float(expected.norm())

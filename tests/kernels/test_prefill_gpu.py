@@ -1,5 +1,9 @@
 """Linears of many tokens on a GPU, by every way, against a float64 oracle; both builds."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +32,12 @@ WAYS = {
     "beside": Choice(wide_up_to=0, overlap_dequantising=True),
 }
 HALF_ERROR, SUM_ERROR = 1e-3, 2e-5  # relative L2
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """So that small matrices have pieces enough to go side by side."""
+    monkeypatch.setattr(prefill, "BESIDE_ROWS", 64)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
@@ -96,7 +106,7 @@ def test_several_matrices_into_columns_and_gates(encode, way):
 
 def test_pieces_side_by_side_give_what_pieces_in_turn_give(encode, monkeypatch):
     """Many small pieces, so that each half of the scratch is used again and again, with other work before and after."""
-    monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * 32 * 1024 * 8)
+    monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * 32 * 1024 * 4)
     rng = np.random.default_rng(5)
     sample = encode("nvfp4", matrix("normal", (32 * 61, 1024), rng))
     weight, x = on_gpu(sample.weight), activations("normal", 1024, rng, 600)
@@ -124,6 +134,69 @@ def test_captured_in_a_graph(encode, way):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(bits(out), bits(expected))
+
+
+@pytest.mark.parametrize("streams", ["one", "two"])
+@pytest.mark.parametrize("way", WAYS)
+def test_two_threads_at_once(encode, way, streams):
+    """What two ranks in one process do: their launches come in any order, on one stream or beside each other on two."""
+    rng = np.random.default_rng(8)
+    kinds = ("nvfp4", "fp8")
+    weights = [on_gpu(encode(kind, matrix("normal", (2080, 1040), rng)).weight) for kind in kinds]
+    inputs = [activations("normal", 1040, rng, 200 + 56 * number) for number in range(2)]
+    with using(WAYS[way]):
+        expected = [linear_block(x, weight) for x, weight in zip(inputs, weights, strict=True)]
+    torch.cuda.synchronize()
+    begin = threading.Barrier(2, timeout=60)
+
+    def work(number: int) -> list[torch.Tensor]:
+        stream = torch.cuda.Stream() if streams == "two" else torch.cuda.default_stream()
+        with torch.cuda.stream(stream), using(WAYS[way]):
+            begin.wait()
+            found = [linear_block(inputs[number], weights[number]) for _ in range(50)]
+            stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(copy_context().run, work, number) for number in range(2)]  # the architecture comes along
+        for number, run in enumerate(running):
+            assert all(torch.equal(bits(one), bits(expected[number])) for one in run.result()), kinds[number]
+
+
+def test_a_capture_beside_another_thread(encode):
+    """A graph's launches are its own: the other thread's run now, and what it computes is not replayed."""
+    rng = np.random.default_rng(9)
+    weight = on_gpu(encode("fp8", matrix("normal", (1056, 1040), rng)).weight)
+    x = activations("normal", 1040, rng, 200)
+    with using(WAYS["beside"]):
+        expected = linear_block(x, weight)
+    outs = [torch.zeros_like(expected) for _ in range(2)]
+    torch.cuda.synchronize()
+    begun, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()), using(WAYS["beside"]):
+            begun.wait(60)
+            for _ in range(20):
+                linear_block(x, weight, outs[1])
+            torch.cuda.current_stream().synchronize()
+        done.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(copy_context().run, other)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream), using(WAYS["beside"]):
+            graph.capture_begin(capture_error_mode="thread_local")
+            begun.set()
+            for _ in range(20):
+                linear_block(x, weight, outs[0])
+            done.wait(60)
+            graph.capture_end()
+        running.result()
+    assert torch.equal(bits(outs[1]), bits(expected)) and not outs[0].any()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(bits(outs[0]), bits(expected))
 
 
 def test_few_tokens_stay_with_the_decode_linear(encode):

@@ -67,11 +67,13 @@ def test_a_file_from_before_there_were_half_bands_is_read():
 
 
 def test_rows_of_an_item_are_forced_or_those_that_end_sooner():
-    def rows(chosen: Choice, kernel: str, items: int, paired: bool = False, arch: str = "sm_90") -> int:
-        return chosen.rows_of(kernel, items, paired, 132, arch)
+    def rows(
+        chosen: Choice, kernel: str, items: int, paired: bool = False, arch: str = "sm_90", tokens: int = 8
+    ) -> int:
+        return chosen.rows_of(kernel, items, paired, 132, arch, tokens)
 
-    assert rows(Choice(), "nvfp4", 160) == 32
-    forced, free = Choice(rows=16), Choice(rows=0)
+    plain, forced, free = Choice(rows=32), Choice(rows=16), Choice()
+    assert rows(plain, "nvfp4", 160) == rows(plain, "fp8", 224) == 32
     assert [rows(forced, kernel, 160) for kernel in ("nvfp4", "fp8", "fp8_blocks", "half", "any")] == [
         16,
         16,
@@ -79,18 +81,22 @@ def test_rows_of_an_item_are_forced_or_those_that_end_sooner():
         32,
         32,
     ]
-    assert rows(forced, "nvfp4", 160, arch="sm_70") == 32 and rows(forced, "fp8", 160, arch="compute_70") == 32
+    assert rows(forced, "nvfp4", 160, arch="sm_70") == 32 and rows(free, "fp8", 224, arch="compute_70") == 32
     assert rows(free, "nvfp4", 160) == 16  # three halves against two bands
     assert rows(free, "nvfp4", 132) == 32  # a band each
-    assert rows(free, "nvfp4", 272, paired=True) == 16  # five against six
+    assert rows(free, "nvfp4", 160, tokens=16) == 32 and rows(free, "fp8", 224, tokens=24) == 32
+    assert (
+        rows(free, "nvfp4", 272, paired=True) == rows(free, "nvfp4", 272, paired=True, tokens=24) == 16
+    )  # five against six
     assert rows(free, "nvfp4", 264, paired=True) == 32  # no sooner
-    assert rows(free, "fp8", 3880) == 32 and rows(free, "fp8", 160) == 16
+    assert [rows(free, "fp8", items) for items in (160, 224, 448, 2048)] == [32, 16, 16, 32]
+    assert rows(free, "fp8", 272, paired=True) == 32
 
 
 def test_half_bands_share_the_sums_and_rings_of_half_the_rows():
     sums = 9 * 8 * 17 * 4
     assert Choice().shared_bytes("nvfp4_halves", 8, "sm_90") == sums + 8 * 3 * 8 * 160
-    assert Choice(half_stages={"nvfp4": 3, "fp8": 2}).shared_bytes("fp8_halves", 8, "sm_90") == sums + 8 * 2 * 4 * 288
+    assert Choice(half_stages={"nvfp4": 3, "fp8": 4}).shared_bytes("fp8_halves", 8, "sm_90") == sums + 8 * 4 * 4 * 288
 
 
 def test_blocks_share_the_bands():

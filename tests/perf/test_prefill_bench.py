@@ -50,7 +50,7 @@ def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch):
 
 
 def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
-    def clock(calls) -> float:
+    def clock(calls) -> float:  # what stands for a graph is its time
         assert len(calls) == kernels.PREFILL_COPIES
         if calls[0].func is torch.mm:
             return 3e-5
@@ -59,7 +59,8 @@ def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
 
     monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(kernels, "PREFILL", (("fp8", 64, 32),))
-    monkeypatch.setattr(kernels, "time_graph", clock)
+    monkeypatch.setattr(kernels, "captured", clock)
+    monkeypatch.setattr(kernels, "time_in_turn", lambda graphs, launches: graphs)
     monkeypatch.setattr(kernels, "linear_block", lambda x, weight, out: out)
     monkeypatch.setattr(kernels, "choice", lambda device: Choice())
     assert main(["bench", "kernels", "--prefill", "30", "60", "--route", "narrow", "wide", "beside", "--json"]) == 0

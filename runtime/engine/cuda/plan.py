@@ -10,9 +10,9 @@ import torch
 
 from ....checkpoint.errors import EnvironmentFault
 from ....kernels.delta import DeltaState, DeltaWeights
-from ....kernels.delta_chunks import workspace_bytes
+from ....kernels.delta_chunks import workspace_bytes as delta_bytes
 from ....kernels.kvcache import DIM, KVCache
-from ....kernels.prefill import SCRATCH_BYTES
+from ....kernels.prefill import workspace_bytes as linear_bytes
 from ....kernels.sampling_state import Distributions, LaneSampling
 from ....model.config import FULL, ModelConfig
 from ..pages import PAGE, pages_for
@@ -171,9 +171,12 @@ def _chunk_bytes(demand: Demand, max_context: int) -> int:
     # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
     keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context if demand.keys_in_a_row else 0
     tables = 2 * 4 * text.rotary_dim // 2 * max_context
+    # The MTP layer's first matrix takes two hidden states side by side, and is not split.
+    largest = text.hidden_size * max(text.intermediate_size // tp, projection, 2 * text.hidden_size)
+    plain = linear_bytes(largest)
     heads = text.linear_num_value_heads // tp
-    delta = workspace_bytes(demand.chunk, heads, 2 * text.linear_num_key_heads // tp + heads)
-    return demand.chunk * token + SCRATCH_BYTES + keys_and_values + tables + delta
+    delta = delta_bytes(demand.chunk, heads, 2 * text.linear_num_key_heads // tp + heads)
+    return demand.chunk * token + plain + keys_and_values + tables + delta
 
 
 def _picture_bytes(demand: Demand) -> int:

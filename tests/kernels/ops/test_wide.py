@@ -41,7 +41,8 @@ def run(x, weights, epilogue=FLOAT, overflows=None) -> list[torch.Tensor]:
     count = 1 if epilogue == SWIGLU else len(weights)
     outs = [Guarded((x.shape[0], weight.shape[0]), dtype, x.device, weight.shape[0] + 3) for weight in weights[:count]]
     workspace = Guarded((wide.SLOTS * PROCESSORS, 2 * 64 * wide.TILE_ROWS), torch.float32, x.device)
-    wide.multiply(x, weights, [out.inner for out in outs], epilogue, workspace.inner.view(-1), overflows)
+    room = workspace.inner.view(-1)
+    wide.multiply(x, weights, [out.inner for out in outs], epilogue, overflows=overflows, workspace=room)
     assert all(out.intact for out in outs) and workspace.intact
     return [out.inner for out in outs]
 
