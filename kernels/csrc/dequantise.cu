@@ -33,7 +33,7 @@ __device__ __forceinline__ void dequantise(const Matrix &matrix, unsigned short 
 #pragma unroll
             for (int part = 0; part < kAhead; ++part) {
                 const int row = (first + part) * 4 + lane / 8, matrix_row = band * kRows + row;
-                weights[part] = Weight::load_half(matrix.words, matrix.group_scales, tile * kRows + row, lane % 2);
+                weights[part] = Weight::load(matrix.words, matrix.group_scales, tile * kRows + row);
                 scales[part] = unit;
                 if (!Weight::kBlocks) {
                     scales[part] *= matrix_row < matrix.rows ? matrix.scale[matrix_row * matrix.scale_stride] : 0.0f;
@@ -43,6 +43,9 @@ __device__ __forceinline__ void dequantise(const Matrix &matrix, unsigned short 
             for (int part = 0; part < kAhead; ++part) {
                 Weight &weight = weights[part];
                 weight.prepare();
+                if (lane % 2) {
+                    weight.drop_lower();
+                }
                 unsigned words[4];
 #pragma unroll
                 for (int pair = 0; pair < 4; ++pair) {
