@@ -192,6 +192,11 @@ class HalfWeight:
 Weight = Nvfp4Weight | Fp8Weight | Fp8BlockWeight | HalfWeight
 
 
+def dense(weight: Weight) -> Tensor:
+    """The matrix, scales included: float32 [N, K], each value rounded once, twice where there are two scales."""
+    return weight.values() * weight.scale.reshape(-1, 1)
+
+
 def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     """Raises InputError unless `tensor` is contiguous and has this dtype, shape and device."""
     if tuple(tensor.shape) != shape:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...checkpoint.errors import InputError
 from ...kernels import reference as ops
+from ...kernels.weights import Weight, dense
 from ..images.processor import ImageProcessor
 from ..messages import ImageInput
 
@@ -21,10 +22,15 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class Affine:
-    """weight and bias of a linear layer or a norm."""
+    """weight and bias of a linear layer or a norm. A quantised weight stays as it is stored, and is decoded when it is used."""
 
-    weight: Tensor
+    weight: Tensor | Weight
     bias: Tensor
+
+    @property
+    def plain(self) -> Tensor:
+        """The weight as a tensor: as it is stored, or decoded to float32."""
+        return self.weight if isinstance(self.weight, Tensor) else dense(self.weight)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class VisionTower:
     def _attention(self, block: VisionBlock, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """[T, hidden] -> [T, hidden]; of a large picture a few heads at a time, so that little lies beside x."""
         heads, hidden = self._weights.heads, x.shape[1]
-        weight = block.qkv.weight.view(3, heads, -1, hidden)
+        weight = block.qkv.plain.view(3, heads, -1, hidden)
         bias = block.qkv.bias.view(3, heads, -1)
         at_once = heads if 12 * x.numel() <= PROJECTION_BYTES else max(1, heads * PROJECTION_BYTES // (12 * x.numel()))
         parts = []
@@ -150,8 +156,8 @@ def rows_hash(rows: list[tuple[int, Tensor]]) -> bytes:
 
 
 def _apply(x: Tensor, layer: Affine) -> Tensor:
-    return ops.linear_bias(x, layer.weight, layer.bias)
+    return ops.linear_bias(x, layer.plain, layer.bias)
 
 
 def _norm(x: Tensor, layer: Affine) -> Tensor:
-    return ops.layer_norm(x, layer.weight, layer.bias, EPS)
+    return ops.layer_norm(x, layer.plain, layer.bias, EPS)

@@ -196,7 +196,7 @@ class _Taker:
             blocks.append(VisionBlock(*(self.affine(f"{prefix}.blocks.{index}.{name}") for name in names)))
         return VisionWeights(
             config.num_heads,
-            Affine(patch.weight.flatten(1), patch.bias),
+            Affine(patch.plain.flatten(1), patch.bias),
             self.take(f"{prefix}.pos_embed.weight"),
             blocks,
             *(self.affine(f"{prefix}.merger.{name}") for name in ("norm", "linear_fc1", "linear_fc2")),

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from duovolt.cli.main import main
 from duovolt.runtime.engine.cache import Cache
+from duovolt.runtime.engine.cuda.loading import load_cuda_weights
 from duovolt.runtime.engine.engine import Engine
 from duovolt.runtime.engine.model import Batch, Model, Segment
 from duovolt.runtime.engine.reference import ReferenceExecutor
@@ -161,7 +163,6 @@ def test_the_cuda_engine_reads_pictures_and_videos(tools: Any, place: str, name:
     and groups of frames: the reference engine's tokens and, nearly, its scores."""
     from duovolt.kernels.module import PORTABLE, forced_arch
     from duovolt.runtime.engine.cuda.executor import CudaExecutor
-    from duovolt.runtime.engine.cuda.loading import load_cuda_weights
     from duovolt.runtime.parallel.device import SoloDevice
 
     placed = prompt(SIZES[name])
@@ -181,6 +182,38 @@ def test_the_cuda_engine_reads_pictures_and_videos(tools: Any, place: str, name:
     apart = max(abs(a - b) for a, b in pairs)
     print(f"{place}, {name}, chunks of {chunk}: log probabilities apart by {apart:.1e} at most")
     assert apart < 0.02
+
+
+QUANTISED = """name = "quantised-tower"
+layout = "v100"
+max_shard_bytes = 2147483648
+[[rules]]
+group = "vision"
+names = ["*.attn.qkv.weight", "*.attn.proj.weight", "*.mlp.linear_fc1.weight", "*.merger.linear_fc2.weight"]
+encoding = "fp8_e4m3"
+[[rules]]
+group = "vision"
+names = ["*.mlp.linear_fc2.weight", "*.merger.linear_fc1.weight", "*.pos_embed.weight"]
+encoding = "nvfp4"
+"""
+
+
+def test_a_quantised_vision_tower_is_read_by_the_cuda_engine(tools: Any, tmp_path: Path) -> None:
+    """Releases quantise it, too. Kept as it is stored, decoded for each picture: the embeddings of the reference engine, which
+    decodes it once."""
+    recipe = tmp_path / "quantised.toml"
+    recipe.write_text(QUANTISED)
+    assert main(["convert", str(TINY), str(tmp_path / "made"), "--recipe", str(recipe), "--quiet"]) == 0
+    weights, _ = load_cuda_weights(tmp_path / "made", torch.device("cpu"))
+    assert weights.vision is not None
+    kinds = [type(part.weight).__name__ for part in (weights.vision.blocks[0].fc1, weights.vision.blocks[0].fc2)]
+    assert kinds == ["Fp8Weight", "Nvfp4Weight"]
+    assert weights.vision.blocks[0].fc1.weight.nbytes < 4 * weights.vision.blocks[0].fc1.plain.nbytes // 10
+    placed, plain = prompt(SIZES["two"]), tower(load_weights(open_source(tmp_path / "made")))
+    for image in placed.images:
+        wanted = plain.embed(image)
+        assert relative(tower(weights).embed(image), wanted) < 1e-6
+        assert relative(tower(load_weights(tiny())).embed(image), wanted) > 1e-3  # it is another tower
 
 
 def test_two_ranks_answer_as_one(tools: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from duovolt.checkpoint.directory import INDEX, Checkpoint
 from duovolt.checkpoint.manifest import read_manifest
 from duovolt.cli.main import main
+from duovolt.runtime.engine.cuda.loading import plan_load
 
 # name -> (files, tensors, GB, weights by encoding in the plan, words of the plan's notices)
 RELEASES: dict[str, tuple[Any, ...]] = {
@@ -88,6 +89,14 @@ def test_a_release_of_reduced_depth_passes_every_stage(name: str, tmp_path: Path
     kept = {r.weight for r in manifest.tensors.values() if r.sources[0].dtype not in ("BF16", "F32")}
     assert bool(kept) == ("bf16" not in name)
     assert all(np.array_equal(first[weight].view(np.uint32), second[weight].view(np.uint32)) for weight in kept)
+    for rank in range(
+        2
+    ):  # and a card's engine takes it, whatever the release has quantised: here the vision tower, too
+        plan = plan_load(ranks / f"rank-{rank}-of-2")
+        tower = {weight: form.encoding for weight, form in plan.stored.items() if weight.startswith("model.visual.")}
+        assert set(tower.values()) == ({"fp8_e4m3"} if name == "nvfp4-ct" else set())
+        assert len(tower) == (10 if name == "nvfp4-ct" else 0)  # four of each of two blocks, two of the merger
+        assert 0 < plan.vision < plan.nbytes
 
 
 def decoded(directory: Path) -> dict[str, np.ndarray]:

@@ -1,7 +1,8 @@
 """A directory's weights onto a card: streamed once, each to its place; `device` may be the CPU.
 
 Matrices in tiles, the embedding and the vision tower lie in one piece of memory as they were read. Small tensors become
-float32; matrices in other forms become fp16 tiles as soon as the last of their parts is there.
+float32; matrices in other forms become fp16 tiles as soon as the last of their parts is there. A release may have quantised the
+vision tower's matrices, too: they are kept like any other, and decoded when a picture comes.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ....checkpoint.encodings.weights import weights_of
 from ....checkpoint.errors import InputError
 from ....checkpoint.manifest import DRAFT_HEAD, Manifest, has_manifest, read_manifest
 from ....kernels.delta import DeltaWeights
-from ....kernels.weights import Weight
+from ....kernels.weights import Weight, dense
 from ....model.config import FULL, VisionConfig
 from ....model.inventory import DRAFT_IDS, EMBED, HEAD, LAYER, NORM, inventory
 from ..sources import WeightSource, open_source
@@ -31,6 +32,9 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I32": torch.int32, "U8": torch.uint8,
     "F8_E4M3": torch.uint8,
 }  # fmt: skip
+
+
+VISION = "vision"  # the group of the tower's weights
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def plan_load(directory: Path) -> LoadPlan:
         first = names.get("words") or names["plain"]
         encoding = PLAIN_OF_DTYPE.get(checkpoint.tensors[first].dtype, "")
         form = Stored(encoding, False) if manifest is None else Stored.of(manifest.tensors[first])
-        matrix = is_matrix(source, weight)
+        matrix = is_matrix(source, weight) or (specs[weight].group == VISION and "plain" not in names)
         if not matrix and "plain" not in names:
             raise InputError(
                 f"{directory}: {weight!r} is stored as {form.encoding}; the CUDA engine takes it as bf16, fp16 or fp32 "
@@ -103,7 +107,13 @@ def plan_load(directory: Path) -> LoadPlan:
     if source.config.tie_word_embeddings:
         rows, columns = _head_rows(source)[1], source.config.text.hidden_size
         extra += Stored("bf16", False).device_bytes(rows, columns)
-    vision = sum(aligned(part.entry.nbytes) for part in parts.values() if specs[part.weight].group == "vision")
+    vision = sum(
+        stored[weight].device_bytes(*source.shapes[weight])
+        if weight in stored
+        else sum(aligned(checkpoint.tensors[name].nbytes) for name in names.values())
+        for weight, names in named.items()
+        if specs[weight].group == VISION
+    )
     return LoadPlan(source, checkpoint, manifest, parts, stored, offset, offset + extra, vision, passing)
 
 
@@ -291,7 +301,14 @@ class _Taker:
         )
 
     def _affine(self, name: str) -> Affine:
-        return Affine(self._tensor(f"{name}.weight"), self._tensor(f"{name}.bias"))
+        """Of the vision tower; what a release has quantised stays so."""
+        weight = f"{name}.weight"
+        whole = isinstance(self._ready.get(weight), Tensor)
+        return Affine(self._tensor(weight) if whole else self._matrix(weight), self._tensor(f"{name}.bias"))
+
+    def _table(self, name: str) -> Tensor:
+        """A table of the vision tower: looked up, not multiplied with, so decoded at once."""
+        return self._tensor(name) if isinstance(self._ready.get(name), Tensor) else dense(self._matrix(name))
 
     def _vision(self, config: VisionConfig) -> VisionWeights:
         prefix = "model.visual"
@@ -303,8 +320,8 @@ class _Taker:
         ]
         return VisionWeights(
             config.num_heads,
-            Affine(patch.weight.flatten(1), patch.bias),
-            self._tensor(f"{prefix}.pos_embed.weight"),
+            Affine(patch.plain.flatten(1), patch.bias),
+            self._table(f"{prefix}.pos_embed.weight"),
             blocks,
             *(self._affine(f"{prefix}.merger.{name}") for name in ("norm", "linear_fc1", "linear_fc2")),
         )
@@ -332,7 +349,7 @@ def is_matrix(source: WeightSource, weight: str) -> bool:
 
 def _stays(weight: str, group: str) -> bool:
     """True for tensors other than matrices that are used as they are stored."""
-    return weight in (EMBED, DRAFT_IDS) or group == "vision"
+    return weight in (EMBED, DRAFT_IDS) or group == VISION
 
 
 def _head_rows(source: WeightSource) -> tuple[int, int, bool]:
