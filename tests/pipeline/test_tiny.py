@@ -33,7 +33,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_demo_runs_every_stage_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = abandoned()
     result = run("demo", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     text = result.stdout
@@ -41,11 +41,17 @@ def test_demo_runs_every_stage_and_leaves_nothing_behind(tmp_path: Path) -> None
         assert f"[{stage}/6]" in text
     assert "every digest checked" in text and "proofs hold" in text and "acceptance" in text and "tok/s" in text
     assert "length" in text  # what len returns
-    assert set(Path("/dev/shm").iterdir()) == before
+    assert abandoned() <= before
     mine = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(p)]
     assert not mine
     again = run("demo", cwd=tmp_path)  # finds everything there, checks it, and asks again
     assert again.returncode == 0 and again.stdout.count("already there") == 3, again.stdout
+
+
+def abandoned() -> set[Path]:
+    """What servers that have ended left in shared memory; those of others on this machine may come and go meanwhile."""
+    found = Path("/dev/shm").glob("duovolt-*")
+    return {path for path in found if not Path("/proc", path.name.split("-")[1]).exists()}
 
 
 def _read(path: Path) -> bytes:
