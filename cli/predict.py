@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,8 +151,11 @@ def _unmeasured(case: Case, card: Card) -> Case:
 def _check(args: argparse.Namespace) -> int:
     if args.against is None:
         raise InputError("--check needs --against FORECAST, a file of `duovolt predict --write`.")
-    files = [read_forecast(path) for path in args.against]
-    found = compare([row for file in files for row in file.rounds], [read_measured(path) for path in args.check])
+    if args.within and not all(math.isfinite(limit) and limit >= 0 for limit in args.within):
+        raise InputError(f"--within {args.within[0]} {args.within[1]}: expected two numbers of percent, 0 or more.")
+    files, measured = [read_forecast(path) for path in args.against], [read_measured(path) for path in args.check]
+    found = compare([row for file in files for row in file.rounds], measured)
+    without = sum(len(file.rounds) for file in measured) - len(found)
     median, worst = median_and_worst([one.error for one in found])
     mean_median, mean_worst = median_and_worst([one.mean_error for one in found])
     if args.json:
@@ -159,6 +163,7 @@ def _check(args: argparse.Namespace) -> int:
             {"forecast": msgspec.to_builtins(one.forecast), "ms": one.measured, "error": one.error} for one in found
         ]
         facts = {"median": median, "worst": worst, "median_of_means": mean_median, "worst_of_means": mean_worst}
+        facts |= {"measured_without_forecast": without}
         made = [{"date": file.date, "commit": file.commit} for file in files]
         print(json.dumps({"forecasts": made, "rounds": rows} | facts, indent=1))
     elif not args.quiet:
@@ -175,9 +180,12 @@ def _check(args: argparse.Namespace) -> int:
             f"{len(found)} rounds: median error {median:.1%}, worst {worst:.1%}; had every linear the mean size: "
             f"{mean_median:.1%}, {mean_worst:.1%}"
         )
+        if without:
+            print(f"measured but not forecast: {without} round{'s' if without > 1 else ''}")
     if args.within and not (median <= args.within[0] / 100 and worst <= args.within[1] / 100):  # no limit is NaN
         raise CheckFailed(
-            f"{args.check[0]}: median error {median:.1%}, worst {worst:.1%}: beyond {args.within[0]} and {args.within[1]} %."
+            f"{', '.join(map(str, args.check))}: median error {median:.1%}, worst {worst:.1%}: beyond {args.within[0]} and "
+            f"{args.within[1]} %."
         )
     return 0
 
@@ -185,6 +193,10 @@ def _check(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.check is not None:
         return _check(args)
+    if args.against or args.within:
+        raise InputError("--against and --within are read with --check only: give --check MEASURED.")
+    if args.study and args.published:
+        raise InputError("--study and --published are two tables: give one of them.")
     if args.study or args.published:
         if not args.quiet:
             print_study() if args.study else print_published()

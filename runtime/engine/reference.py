@@ -112,6 +112,8 @@ class ReferenceExecutor:
         if not lane.request.echo_logprobs:
             return []
         after = prompt[start + 1 : start + 1 + count]  # one less than rows at the prompt's end
+        if not after:  # the prompt's last token alone: nothing to score, and no rows for ranks to gather
+            return []
         rows = self._logits(hidden[: len(after)], by_rows=False)
         return [answer.sampler.logprob(row, token) for row, token in zip(rows, after, strict=True)]
 

@@ -176,11 +176,14 @@ class MailboxCollective:
         return mine + theirs if self.rank == 0 else theirs + mine
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[..., a] of rank 0 and [..., b] of rank 1 as [..., a + b]; the widths may differ. Raises as all_reduce."""
+        """[..., a] of rank 0 and [..., b] of rank 1 as [..., a + b]; the widths may differ. Raises as all_reduce, and
+        ValueError for no rows."""
         import torch
 
         mine = x.detach().contiguous()
         rows = mine.numel() // mine.shape[-1]
+        if not rows:
+            raise ValueError("all_gather: no rows, so that the peer's width would be unknown")
         theirs = self._tensor(self._mailbox.exchange(mine.numpy().reshape(-1)))
         if theirs.numel() % rows:
             raise MailboxMismatch(f"all_gather: rank {self.rank} brought {rows} rows, the peer {theirs.numel()} values")

@@ -23,7 +23,7 @@ IMAGE_PAD = "<|image_pad|>"
 MAX_IMAGES = 64
 MAX_SOURCE_PIXELS = 256 << 20  # of all pictures of a request, before resizing: seconds of decoding
 MAX_PIXEL_BYTES = 80 << 20  # of all pictures and frames of a request, after resizing, times the answers asked for
-NO_TOWER = f"the model has no vision tower, or its tokenizer no {IMAGE_PAD}"
+NO_TOWER = f"the model has no vision tower, or its tokenizer no {IMAGE_PAD} with the image_token_id of config.json"
 
 
 @dataclass(frozen=True)

@@ -185,8 +185,17 @@ def test_forecasts_on_record_are_compared_with_what_was_measured(
     assert main([*check, "--within", "3", "5"]) == 0
     assert "4 rounds: median error 2.5%, worst 4.0%" in capsys.readouterr().out
     assert main([*check, "--within", "2", "5"]) == 1
-    assert main([*check, "--within", "nan", "nan"]) == 1
     assert "beyond 2.0 and 5.0 %" in capsys.readouterr().err
+    for limits in (("nan", "nan"), ("inf", "inf"), ("-1", "5")):
+        assert main([*check, "--within", *limits]) == 2
+        assert "--within" in capsys.readouterr().err
+    for alone in (["--within", "3", "5"], ["--against", str(written)]):
+        assert main([*command, *alone]) == 2
+        assert "--check" in capsys.readouterr().err
+    more = tmp_path / "more.json"  # a round that nobody forecast is told, not dropped
+    more.write_text(json.dumps({"rounds": [*rounds, rounds[0] | {"context": 4096}]}))
+    assert main(["predict", "--check", str(more), "--against", str(written)]) == 0
+    assert "measured but not forecast: 1 round" in capsys.readouterr().out
     assert main([*check, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["median"] == pytest.approx(0.025, abs=1e-4) and len(found["rounds"]) == 4

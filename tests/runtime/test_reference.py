@@ -140,6 +140,25 @@ def test_echo_scores_the_prompt(two: Server) -> None:
     assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] == 2
 
 
+def test_the_last_token_of_a_scored_prompt_may_be_a_chunk_of_its_own(
+    start_server: Start, folder: Path, two: Server
+) -> None:
+    """Nothing follows it, so it scores nothing: ranks that share the head then have no rows to gather."""
+    short = start_server(folder / "ranks-2", "--max-context", "512", "--prefill-chunk", "64")
+
+    def scores(server: Server, count: int) -> list[float | None]:
+        ask = {"prompt": [5] * count, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+        with server.client(60) as client:
+            answer = client.post("/v1/completions", json=ask)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["logprobs"]["token_logprobs"])
+
+    assert len(scores(two, 1)) == 2
+    cut, whole = scores(short, 65), scores(two, 65)
+    assert cut[0] is None and len(cut) == 66
+    assert cut[1:] == pytest.approx(whole[1:], abs=1e-4)
+
+
 def test_a_fault_between_real_ranks_ends_the_answer_and_the_ranks_come_back(start_server: Start, folder: Path) -> None:
     """The patience of a rank, half of the watchdog's, is far beyond what a busy machine lets a rank wait for its twin."""
     fault = {"DUOVOLT_MAILBOX_FAULT": "1:60:stale"}
