@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import statistics
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -72,7 +73,9 @@ def test_a_matrix_over_our_server_and_its_table(
         assert answer.completion_tokens == 30 and answer.accepted == 0
         # 64 are kept for the template, and of the last sentence, of up to 247 tokens here, all or nothing is taken.
         assert answer.context - 30 - 64 - 247 < answer.prompt_tokens <= answer.context - 30
-        assert answer.rate is not None and 0 < answer.rate < 3000  # a pace of 2 ms a round; busy machines miss it
+        assert answer.rate is not None and answer.rate > 0
+    # A pace of 2 ms a round; where a machine stood still, what had piled up meanwhile came at once.
+    assert statistics.median(answer.rate for answer in record.answers if answer.rate is not None) < 3000
     lines = out.read_bytes()
     assert main([*command, "--json"]) == 0  # all done: nothing is asked again
     assert out.read_bytes() == lines
