@@ -43,9 +43,8 @@ _RESERVED_BYTES = 1024  # of shared memory, that every block takes besides, on s
 MOST_STAGES = 8
 MOST_BLOCKS = 16
 WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weights, these three
-WIDE_UP_TO = (
-    0  # off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100
-)
+# Off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100.
+WIDE_UP_TO = 0
 MOST_WIDE = 4096
 
 

@@ -83,7 +83,8 @@ def plan_load(directory: Path) -> LoadPlan:
         first = names.get("words") or names["plain"]
         encoding = PLAIN_OF_DTYPE.get(checkpoint.tensors[first].dtype, "")
         form = Stored(encoding, False) if manifest is None else Stored.of(manifest.tensors[first])
-        matrix = is_matrix(source, weight) or (specs[weight].group == VISION and "plain" not in names)
+        quantised = specs[weight].group == VISION and len(source.shapes[weight]) == 2 and "plain" not in names
+        matrix = is_matrix(source, weight) or quantised
         if not matrix and "plain" not in names:
             raise InputError(
                 f"{directory}: {weight!r} is stored as {form.encoding}; the CUDA engine takes it as bf16, fp16 or fp32 "
