@@ -32,6 +32,8 @@ class LaunchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not all(math.isfinite(value) and value >= 0 for value in (self.nbytes, self.seconds, self.spread)):
             raise ValueError("bytes, seconds and spread are 0 or more")
+        if self.seconds >= _MOST_SECONDS:
+            raise ValueError("a launch takes less than a minute")
 
 
 class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +55,8 @@ class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("an edge saves less than a minute, and has bytes of 0 or more")
         if not 0 <= self.in_turn < _MOST_SECONDS:
             raise ValueError("launches of an edge take less than a minute")
+        if 0 < self.in_turn < self.saved:
+            raise ValueError("an edge saves no more than its launches take in turn")
         if not 1 <= len(self.after) <= 8:
             raise ValueError("an edge has predecessors")
 
@@ -80,6 +84,8 @@ class Chain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("a chain that overlaps takes less than a minute")  # nor of NaN
         if not all(0 < x < _MOST_SECONDS for x in (self.seconds, self.alone)) or self.calls < 1 or self.tp < 1:
             raise ValueError("a chain has calls, ranks, and seconds below 60")
+        if abs(self.saved) > self.alone:
+            raise ValueError("the edges of a chain save no more than its calls take alone")
 
     @property
     def gap(self) -> float:

@@ -416,6 +416,7 @@ def test_on_paper(cards: str, constant: float, median: float, worst: float) -> N
         {"key": "a", "after": ["b"], "saved": 1e-6, "nbytes": -1},
         {"key": "a", "after": "b", "saved": 1e-6},
         {"key": "a", "after": ["b"], "saved": 1e-6, "in_turn": 61},
+        {"key": "a", "after": ["b"], "saved": 3e-6, "in_turn": 2e-6},
     ],
 )
 def test_edges_that_cannot_be_are_refused(tmp_path: Path, content: dict[str, Any]) -> None:
@@ -425,6 +426,20 @@ def test_edges_that_cannot_be_are_refused(tmp_path: Path, content: dict[str, Any
     assert read_launch_times(path).edges[0].saved == 1e-6
     path.write_text(json.dumps(good | {"edges": [content]}))
     with pytest.raises(InputError, match="not a file of `duovolt bench launches"):
+        read_launch_times(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"launches": [{"key": "a", "nbytes": 0, "seconds": 1e300}]},
+        {"chains": [{"model": "m", "tp": 1, "calls": 2, "seconds": 1e-5, "alone": 1e-5, "saved": -1}]},
+    ],
+)
+def test_launches_that_cannot_be_are_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(json.loads(LaunchTimes(MACHINE, [], []).encode()) | content))
+    with pytest.raises(InputError, match=r"a launch takes less|edges of a chain save no more"):
         read_launch_times(path)
 
 
