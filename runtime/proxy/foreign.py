@@ -114,7 +114,10 @@ _ELSEWHERE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def _foreign_to(kind: type[Body]) -> Mapping[str, tuple[str, tuple[Any, ...]]]:
+Rules = Mapping[str, tuple[str, tuple[Any, ...]]]
+
+
+def _foreign_to(kind: type[Body]) -> Rules:
     own = frozenset(kind.__struct_fields__)
     known = {name for api in _APIS for name in api.__struct_fields__}
     usual = ("this API has no such field", ())
@@ -124,7 +127,8 @@ def _foreign_to(kind: type[Body]) -> Mapping[str, tuple[str, tuple[Any, ...]]]:
 
 _OF_A_PROMPT = ("container", "context_management", "mcp_servers", "thread")  # all that a count depends on
 _LEAST = ("min_tokens", "min_new_tokens")
-_RULES = {kind: _foreign_to(kind) for kind in _APIS} | {CountTokensBody: {name: REFUSED[name] for name in _OF_A_PROMPT}}
+_RULES: dict[type[Body], Rules] = {kind: _foreign_to(kind) for kind in _APIS}
+_RULES[CountTokensBody] = {name: REFUSED[name] for name in _OF_A_PROMPT}
 
 
 def refuse_unheeded(raw: bytes, body: Body) -> None:

@@ -113,7 +113,7 @@ def test_what_another_api_knows_is_refused_where_it_is_unknown() -> None:
         (ChatBody, "best_of", 3), (ChatBody, "echo", True), (ChatBody, "system", "Be brief."), (ChatBody, "max_output_tokens", 5),
         (CompletionBody, "tools", [{"type": "function"}]), (CompletionBody, "max_output_tokens", 5),
         (ResponsesBody, "n", 2), (ResponsesBody, "presence_penalty", 1), (ResponsesBody, "stop_token_ids", [5]),
-        (ResponsesBody, "max_tokens", 5), (MessagesBody, "stop", ["x"]), (MessagesBody, "text", {"format": {"type": "json_object"}}),
+        (ResponsesBody, "max_tokens", 5), (MessagesBody, "stop", ["x"]), (MessagesBody, "text", {"verbosity": "low"}),
         (MessagesBody, "n", 2), (MessagesBody, "logit_bias", {"5": 1}), (CountTokensBody, "thread", {"type": "create"}),
     ):  # fmt: skip
         error = check(kind, **{name: value})
