@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ...checkpoint.errors import CheckFailed
 from .faults import MAILBOX_DOOR, Fault, read_fault
 from .region import Region
+from .turns import Turns
 from .waiting import wait_for
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 LAST_STEP = 2**32 - 1
 _HIGH = np.uint64(32)
-_SPEAKS_FIRST_SECONDS = 1.0
 
 
 class MailboxTimeout(CheckFailed):
@@ -56,7 +56,7 @@ class Mailbox:
         self._inbox = region.inboxes[rank]
         self._peer_inbox = region.inboxes[1 - rank]
         self._wraps = region.wraps
-        self._expired = region.expired
+        self._turns, self._began_ns = Turns(region, rank), 0
         self._generation = 0
         self._slot = self._inbox.shape[1] - 1
         self._fault: Fault | None = read_fault(MAILBOX_DOOR)
@@ -95,6 +95,7 @@ class Mailbox:
             self.timeout_seconds = usual
 
     def _begin_step(self) -> None:
+        self._began_ns = time.monotonic_ns()
         self._stale = self._drop = False
         if self._fault is not None and self._fault.due(self.rank, self.step):
             kind = self._fault.kind
@@ -133,21 +134,12 @@ class Mailbox:
             self._broken = True
             if self._gone is not None and self._gone():
                 raise MailboxTimeout(f"rank {self.rank}: rank {1 - self.rank} ended before mailbox step {self.step}")
-            self._let_the_first_speak()
+            self._turns.take(self._began_ns, self.timeout_seconds, self._gone)
             raise MailboxTimeout(
                 f"rank {self.rank}: no answer from rank {1 - self.rank} at mailbox step {self.step} "
                 f"within {self.timeout_seconds:g} s; its log tells why"
             )
         return found.astype(np.uint32)
-
-    def _let_the_first_speak(self) -> None:
-        """A word that one rank misses stops the other a step later, and both waits end within a millisecond: the fault is
-        where the earlier step is, so the rank that waits for the later one speaks after it."""
-        self._expired[self.rank] = self.step
-        patience = min(_SPEAKS_FIRST_SECONDS, self.timeout_seconds / 4)
-        theirs = wait_for(lambda: int(self._expired[1 - self.rank]) or None, patience, self._gone)
-        if theirs is not None and theirs < self.step:
-            time.sleep(patience)
 
     def _wrap(self) -> None:
         """Start again at step 1: clear the own inbox of words that would look new, then meet the peer.
