@@ -137,16 +137,20 @@ class CudaExecutor:
         for sequences in range(1, self._lanes + 1):
             self._flights.warm(self._flights.shapes(sequences, every_depth=sequences == 1))
         count = min(chunk, self._context)
-        self.model.capture_chunks(chunk, self._graphs)
+        self.capture_chunks(chunk)
         self._read_nothing(0, 0, count)
         if self._device.type == "cuda" and torch_attends(torch.cuda.get_device_capability(self._device)):
             self._read_nothing(
                 0, count, min(count, self._context - count)
             )  # torch has other kernels for what comes later
-        if self._graphs.enabled:
+        if self.model.captures_chunks:
             for lane in range(self._lanes):
                 self._read_nothing(lane, 0, count)
         self._link.check()
+
+    def capture_chunks(self, tokens: int) -> None:
+        """From now on capture prompts' chunks of so many tokens."""
+        self.model.capture_chunks(tokens, self._graphs)
 
     def _read_nothing(self, lane: int, start: int, count: int) -> None:
         """A prompt's chunk in a lane, of any length, that leaves no keys and values, and no state."""

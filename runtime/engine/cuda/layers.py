@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....kernels import reference
 from ....kernels.kvcache import DIM, KVCache
+from ....kernels.linear import MAX_TOKENS
 from ....kernels.norm import LARGEST
 from ....kernels.ops import Ops
 from ....kernels.round_state import Pass
@@ -25,6 +26,7 @@ from .graphs import Outside, Step
 from .state import CudaState
 from .weights import CudaAttention, CudaDelta, CudaLayer
 
+MOST_CAPTURED = 1024  # tokens of a chunk; a longer one keeps the card busy for longer than the host takes to start it
 Tables = tuple[Tensor, Tensor]
 Walk = Generator[None, None, Tensor | None]
 
@@ -277,6 +279,11 @@ class ChunkLayers(Layers):
         state = self.state
         memory = (state.delta[index], state.progress)
         return self.ops.delta_prefill(mixed, a, b, weights.delta, *memory, self._lane, position=self._start)
+
+
+def captures(tokens: int) -> bool:
+    """Whether chunks of so many tokens are worth a capture, where launches can be captured."""
+    return MAX_TOKENS < tokens <= MOST_CAPTURED
 
 
 class Kept:

@@ -12,7 +12,7 @@ from ....kernels.sampling_state import Decision
 from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective
 from .graphs import Graphs, Outside
-from .layers import CapturedChunk, ChunkLayers, Common, Kept, Layers, in_turn
+from .layers import CapturedChunk, ChunkLayers, Common, Kept, Layers, captures, in_turn
 from .state import CudaState
 from .weights import CudaWeights
 
@@ -62,13 +62,17 @@ class CudaModel:
         self._chunks: dict[int, CapturedChunk] = {}  # by lane
 
     def capture_chunks(self, tokens: int, graphs: Graphs) -> None:
-        """From now on capture chunks of so many tokens that begin at multiples of 64, unless they go in halves.
+        """From now on capture chunks of so many tokens that begin at multiples of 64, unless they are long or go in halves.
 
         Memory: `Kept`, and what the launches of a chunk need beside, in the graphs' pool.
         """
-        if graphs.enabled and tokens > MAX_TOKENS and not self._in_halves(tokens):
+        if graphs.enabled and captures(tokens) and not self._in_halves(tokens):
             self._graphs, self._chunks = graphs, {}
             self._kept = Kept(tokens, self.weights.config.text.hidden_size, self.state.device)
+
+    @property
+    def captures_chunks(self) -> bool:
+        return self._kept is not None
 
     @property
     def head_split(self) -> str:
