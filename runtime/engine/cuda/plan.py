@@ -165,9 +165,8 @@ def _sampling_bytes(demand: Demand) -> int:
 def _chunk_bytes(demand: Demand, max_context: int) -> int:
     """A prompt's chunk on its way through a layer, and keys and values in a row."""
     text = demand.config.text
-    # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
     kv_heads = max(1, text.num_key_value_heads // demand.tp)
-    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context if demand.keys_in_a_row else 0
+    keys_and_values = 2 * 2 * kv_heads * DIM * PAGE * pages_for(max_context) if demand.keys_in_a_row else 0
     tables = 2 * 4 * text.rotary_dim // 2 * max_context
     return _layer_bytes(demand) + keys_and_values + tables
 
