@@ -6,6 +6,9 @@ W[n, k] * s[n] rounded, and sums in float32 by the vendor's library. There the w
 the largest near 4, and the product is multiplied back in float32, so that neither small nor large scales leave fp16's range;
 nvfp4 of one scale without that scale, so that its values stay exact.
 
+Matrices that share x stand side by side in one plain matrix where they fit: a product's last wave of tiles is seldom full, and
+each has one.
+
 What is promised of bits: a call of the same weights with the same x, on the same card, versions and choices, gives the same. A
 token's may differ between numbers of tokens. In the wide linear they do not depend on the other tokens nor on its place.
 """
@@ -36,6 +39,7 @@ BESIDE_ROWS = (
 _BESIDE_PIECES = 3  # at least: what is made before the first product is hidden by none
 _PARTIAL_BYTES = 20 << 20  # of the wide linear's sums on 160 multiprocessors
 _LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
+_MOST_UP = 8  # powers of two by which a weight may move up beside a larger one: from 2^2 at most to 2^10
 _LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
 _TARGET = 2  # the largest possible weight comes to lie at or below 2^2
 _WARPS, _TILES_A_WARP = 8, 4  # of a block of the dequantising kernel
@@ -65,16 +69,13 @@ def linear_blocks(
 ) -> Sequence[Tensor]:
     """x float16 [T, K] times each weight into float32 [T, N], for any T; the outputs may be columns of one tensor.
 
-    The sums as they are where the decode or the wide linear is taken; elsewhere through fp16, cut off at +-65504, and
-    `overflows` int32 [T] gains what was. Otherwise as `linear_block`.
+    The sums as they are; only where torch is older than 2.8 dequantised weights' sums come through fp16, cut off at +-65504,
+    and `overflows` int32 [T] gains what was. Otherwise as `linear_block`.
     """
     for weight, out in zip(weights, outs, strict=True):
         _check_input(x, weight)
         check_rows("out", out, torch.float32, (x.shape[0], weight.shape[0]), x.device)
     _check_device(x, weights)
-    if x.shape[0] <= MAX_TOKENS:
-        linears(x, weights, outs)
-        return outs
     left = []
     for kind in dict.fromkeys(weight.encoding for weight in weights):
         alike = [(weight, out) for weight, out in zip(weights, outs, strict=True) if weight.encoding == kind]
@@ -84,8 +85,14 @@ def linear_blocks(
         for first in range(0, len(alike), MATRICES):
             some = alike[first : first + MATRICES]
             wide.multiply(x, [one for one, _ in some], [one for _, one in some], FLOAT)
-    for weight, out in left:
-        staging.widen(linear_block(x, weight), out, overflows=overflows)
+    if left and x.shape[0] <= FEW_TOKENS:
+        for first in range(0, x.shape[0], MAX_TOKENS):
+            few = slice(first, first + MAX_TOKENS)
+            linears(x[few], [weight for weight, _ in left], [out[few] for _, out in left])
+        return outs
+    left.sort(key=lambda pair: pair[1].data_ptr())  # neighbours beside each other, whatever their encodings
+    for group in _neighbours(left, x.shape[1]):
+        _multiply_sums(x, group, overflows)
     return outs
 
 
@@ -103,8 +110,14 @@ def swiglu_block(x: Tensor, gate: Weight, up: Weight, *, overflows: Tensor | Non
         out = torch.empty(x.shape[0], gate.shape[0], dtype=torch.float16, device=x.device)
         wide.multiply(x, [gate, up], [out], SWIGLU, overflows=overflows)
         return out
-    opened, raised = linear_block(x, gate), linear_block(x, up)
-    return staging.silu_product(opened, raised, opened, overflows=overflows)
+    shared = _shared_factors([gate, up]) if x.shape[0] > FEW_TOKENS and _fit([gate, up]) else None
+    if shared is None:
+        opened, raised = linear_block(x, gate), linear_block(x, up)
+        return staging.silu_product(opened, raised, opened, overflows=overflows)
+    rows = gate.shape[0]
+    both = torch.empty(x.shape[0], 2 * rows, dtype=torch.float16, device=x.device)
+    _multiply_together(x, [gate, up], shared, both)
+    return staging.silu_product(both[:, :rows], both[:, rows:], rests=shared.rests, overflows=overflows)
 
 
 def linear_block_reference(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -135,6 +148,84 @@ def _takes_wide(x: Tensor, weight: Weight) -> bool:
     chosen = choice(x.device.index)
     wanted = x.shape[0] > MAX_TOKENS and chosen.wide_from <= x.shape[0] <= chosen.wide_up_to
     return wanted and wide.widest_on(weight.encoding, x.device) > 0
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """`factors` that bring each of several weights to fp16 and one `back` for their product, after which each one's part is
+    still to be multiplied by its number in `rests`, in [1, 2): 1 but for nvfp4 of unlike scales, whose values stay exact."""
+
+    factors: tuple[float, ...]
+    back: float
+    rests: tuple[float, ...]
+
+
+def _shared_factors(weights: Sequence[Weight]) -> _Shared | None:
+    """None if the weights' sizes are too far apart for fp16. They move up alone, where no digit is lost."""
+    found = [half_factors(weight) for weight in weights]
+    back = min(own for _, own in found)
+    factors, rests = [], []
+    for factor, own in found:
+        fraction, exponent = math.frexp(own / back)  # fraction in [0.5, 1)
+        if exponent - 1 > _MOST_UP:
+            return None
+        factors.append(math.ldexp(factor, exponent - 1))
+        rests.append(2 * fraction)
+    return _Shared(tuple(factors), back, tuple(rests))
+
+
+def _fit(weights: Sequence[Weight]) -> bool:
+    """Whether several are multiplied side by side: each with the rows of its last band, all within the memory of one."""
+    nbytes = sum(2 * BAND * weight.words.shape[0] * weight.shape[1] for weight in weights)
+    return nbytes <= SCRATCH_BYTES and not choice(weights[0].words.device.index or 0).overlap_dequantising
+
+
+def _neighbours(pairs: Sequence[tuple[Weight, Tensor]], columns: int) -> list[list[tuple[Weight, Tensor]]]:
+    """Runs of weights whose outputs are columns side by side, and which can share a product as they are."""
+    groups: list[list[tuple[Weight, Tensor]]] = []
+    for weight, out in pairs:
+        if groups:
+            last = groups[-1][-1][1]
+            beside = (
+                out.stride() == last.stride()
+                and out.data_ptr() == last.data_ptr() + last.element_size() * last.shape[1]
+            )
+            together = [one for one, _ in groups[-1]] + [weight]
+            if beside and _fit(together):
+                shared = _shared_factors(together)
+                if shared is not None and all(rest == 1 for rest in shared.rests):
+                    groups[-1].append((weight, out))
+                    continue
+        groups.append([(weight, out)])
+    return groups
+
+
+def _multiply_sums(x: Tensor, group: Sequence[tuple[Weight, Tensor]], overflows: Tensor | None) -> None:
+    """Weights whose outputs are float32 columns side by side."""
+    weights, first = [weight for weight, _ in group], group[0][1]
+    width = sum(weight.shape[0] for weight in weights)
+    out = first.as_strided((x.shape[0], width), first.stride())
+    sums = out if _gives_float32() else torch.empty(x.shape[0], width, dtype=torch.float16, device=x.device)
+    shared = _shared_factors(weights) if len(group) > 1 else None
+    if shared is None:
+        _multiply_plain(x, weights[0], sums)
+    else:
+        _multiply_together(x, weights, shared, sums)
+    if sums is not out:
+        staging.widen(sums, out, overflows=overflows)
+
+
+def _multiply_together(x: Tensor, weights: Sequence[Weight], shared: _Shared, out: Tensor) -> None:
+    """One product of several weights; out [T, all their rows]."""
+    columns, rows = x.shape[1], [weight.shape[0] for weight in weights]
+    last = BAND * weights[-1].words.shape[0]
+    plain = torch.empty(sum(rows[:-1]) + last, columns, dtype=torch.float16, device=x.device)
+    first = 0
+    for weight, own, factor in zip(weights, rows, shared.factors, strict=True):
+        whole = BAND * weight.words.shape[0]  # the rows past the weight's end are the next one's, which comes after
+        dequantise(weight, plain[first : first + whole], 0, factor)
+        first += own
+    _addmm(x, plain[:first], shared.back, out)
 
 
 @dataclass(frozen=True)
@@ -219,8 +310,21 @@ def _plain(piece: _Piece, buffer: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, piece: _Piece, plain: Tensor) -> None:
-    out, back = piece.out, half_factors(piece.weight)[1]
-    torch.addmm(out, x, plain[: out.shape[1]].t(), beta=0, alpha=back, out=out)
+    _addmm(x, plain[: piece.out.shape[1]], half_factors(piece.weight)[1], piece.out)
+
+
+def _addmm(x: Tensor, plain: Tensor, back: float, out: Tensor) -> None:
+    """x times plain [N, K] transposed, times `back`, into `out` [T, N], fp16 or, where torch gives them, float32 sums."""
+    if out.dtype == torch.float32:
+        torch.ops.aten.addmm.dtype_out(out, x, plain.t(), torch.float32, beta=0, alpha=back, out=out)
+    else:
+        torch.addmm(out, x, plain.t(), beta=0, alpha=back, out=out)
+
+
+@functools.cache
+def _gives_float32() -> bool:
+    """Whether torch (2.8 and newer) writes the sums of fp16 factors as they are."""
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> None:
