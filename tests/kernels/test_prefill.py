@@ -36,6 +36,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr(prefill, "_addmm", counted)
     monkeypatch.setattr(prefill, "_check_device", lambda x, weights: None)
     monkeypatch.setattr(prefill, "_gives_float32", lambda: False)
+    monkeypatch.setattr(prefill, "gates_together", lambda device: True)
     monkeypatch.setattr(prefill.staging, "widen", prefill.staging.widen_reference)
     monkeypatch.setattr(prefill.staging, "silu_product", prefill.staging.silu_product_reference)
     return made
