@@ -2,7 +2,7 @@
 #include "encodings.cuh"
 
 constexpr int kTiles = 4; // that a warp takes
-constexpr int kParts = kRows / 4;
+constexpr int kParts = kRows / 4, kAhead = 4;
 
 // A warp takes four tiles of one band, four rows at a time: eight lanes a row, each half a row of a tile, so that a row's
 // 64 columns are written as one run of 128 bytes. Bands from first_band on go to out [32 * bands, 16 * groups]. Words of kAhead
@@ -10,7 +10,6 @@ constexpr int kParts = kRows / 4;
 template <class Weight>
 __device__ __forceinline__ void dequantise(const Matrix &matrix, unsigned short *out, int groups, int first_band,
                                            int bands, float factor) {
-    constexpr int kAhead = Weight::kBytes < 16 ? 8 : 4;
     const int lane = threadIdx.x % 32;
     const int quads = (groups + kTiles - 1) / kTiles;
     const int warps = blockDim.x / 32;

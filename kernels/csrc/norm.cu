@@ -119,21 +119,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 struct Bfloat {
     __device__ static float4 quad(const void *table, size_t index) {
-        const uint2 bits = stream(static_cast<const uint2 *>(table) + index);
+        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
         return {__uint_as_float(bits.x << 16), __uint_as_float(bits.x & 0xFFFF0000u), __uint_as_float(bits.y << 16),
                 __uint_as_float(bits.y & 0xFFFF0000u)};
     }
 };
 struct Half {
     __device__ static float4 quad(const void *table, size_t index) {
-        const uint2 bits = stream(static_cast<const uint2 *>(table) + index);
+        const uint2 bits = read(static_cast<const uint2 *>(table) + index);
         return {half_value(bits.x & 0xFFFF), half_value(bits.x >> 16), half_value(bits.y & 0xFFFF),
                 half_value(bits.y >> 16)};
     }
 };
 struct Float {
     __device__ static float4 quad(const void *table, size_t index) {
-        return stream(static_cast<const float4 *>(table) + index);
+        return read(static_cast<const float4 *>(table) + index);
     }
 };
 
