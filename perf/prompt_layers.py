@@ -1,4 +1,4 @@
-"""A layer's linears at a prompt's chunk, called as the engine calls them, against cuBLAS on plain fp16 weights, one matrix a call.
+"""A layer's linears at a prompt's chunk, as the engine calls them, against cuBLAS on plain fp16 weights, one matrix a call.
 
 Ours give what the layer wants: input products side by side in float32, the gated product of the MLP, fp16 parts of the output
 products; cuBLAS gives each product in fp16 and no more. Weights cold, at the shapes of a rank of two of the 27B.
