@@ -227,6 +227,7 @@ class _Setup:
         self._demand = Demand(
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
             keys_in_a_row=self._card and torch_attends(torch.cuda.get_device_capability(device)),
+            captured=self._card and args.graphs != "off",
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         link: DeviceCollective = SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank)
@@ -253,6 +254,7 @@ class _Setup:
             graphs=args.graphs != "off",
             overlap=args.graphs == "on",
         )
+        executor.capture_chunks(args.chunk)
         self._bench = Bench(executor, lanes, self._context)
         self.facts = {
             "machine": _machine(device) if self._card else {"card": "none: references on the CPU", "torch": torch.__version__},

@@ -72,7 +72,8 @@ def server_options() -> list[Option]:
         Option(
             "graphs",
             _one_of("on", "serial", "off"),
-            "rounds as captured graphs, on cards; serial: no launch begins before the last has ended (default: on)",
+            "rounds and chunks of prompts as captured graphs, on cards; serial: no launch begins before the last has ended "
+            "(default: on)",
         ),
         Option(
             "delta",
