@@ -14,7 +14,6 @@ token's may differ between numbers of tokens. In the wide linear they do not dep
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,11 +23,12 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from . import staging, wide
+from .half_factors import Shared, half_factors, shared_factors
 from .linear import MAX_TOKENS, check_addresses, check_rows, linear, linears, linears_reference
 from .module import load
 from .task import FLOAT, HALF, MATRICES, SWIGLU, matrix_of
 from .tuning import choice
-from .weights import BAND, GROUP, Fp8BlockWeight, HalfWeight, Nvfp4Weight, Weight, check
+from .weights import BAND, GROUP, Weight, check
 
 SOURCE = "dequantise.cu"
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
@@ -38,11 +38,7 @@ BESIDE_ROWS = (
 )
 _BESIDE_PIECES = 3  # at least: what is made before the first product is hidden by none
 _PARTIAL_BYTES = 20 << 20  # of the wide linear's sums on 160 multiprocessors
-_LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
 _GATES_TOGETHER = (8, 0)
-_MOST_UP = 8  # powers of two by which a weight may move up beside a larger one: from 2^2 at most to 2^10
-_LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
-_TARGET = 2  # the largest possible weight comes to lie at or below 2^2
 _WARPS, _TILES_A_WARP = 8, 4  # of a block of the dequantising kernel
 
 
@@ -112,14 +108,16 @@ def swiglu_block(x: Tensor, gate: Weight, up: Weight, *, overflows: Tensor | Non
         wide.multiply(x, [gate, up], [out], SWIGLU, overflows=overflows)
         return out
     together = x.shape[0] > FEW_TOKENS and gates_together(x.device) and _fit([gate, up])
-    shared = _shared_factors([gate, up]) if together else None
+    shared = shared_factors([gate, up]) if together else None
     if shared is None:
         opened, raised = linear_block(x, gate), linear_block(x, up)
         return staging.silu_product(opened, raised, opened, overflows=overflows)
     rows = gate.shape[0]
     both = torch.empty(x.shape[0], 2 * rows, dtype=torch.float16, device=x.device)
     _multiply_together(x, [gate, up], shared, both)
-    return staging.silu_product(both[:, :rows], both[:, rows:], rests=shared.rests, overflows=overflows)
+    return staging.silu_product(
+        both[:, :rows], both[:, rows:], rests=(shared.rests[0], shared.rests[1]), overflows=overflows
+    )
 
 
 def linear_block_reference(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -159,30 +157,6 @@ def gates_together(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _GATES_TOGETHER
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """`factors` that bring each of several weights to fp16 and one `back` for their product, after which each one's part is
-    still to be multiplied by its number in `rests`, in [1, 2): 1 but for nvfp4 of unlike scales, whose values stay exact."""
-
-    factors: tuple[float, ...]
-    back: float
-    rests: tuple[float, ...]
-
-
-def _shared_factors(weights: Sequence[Weight]) -> _Shared | None:
-    """None if the weights' sizes are too far apart for fp16. They move up alone, where no digit is lost."""
-    found = [half_factors(weight) for weight in weights]
-    back = min(own for _, own in found)
-    factors, rests = [], []
-    for factor, own in found:
-        fraction, exponent = math.frexp(own / back)  # fraction in [0.5, 1)
-        if exponent - 1 > _MOST_UP:
-            return None
-        factors.append(math.ldexp(factor, exponent - 1))
-        rests.append(2 * fraction)
-    return _Shared(tuple(factors), back, tuple(rests))
-
-
 def _fit(weights: Sequence[Weight]) -> bool:
     """Whether several are multiplied side by side: each with the rows of its last band, all within the memory of one."""
     nbytes = sum(2 * BAND * weight.words.shape[0] * weight.shape[1] for weight in weights)
@@ -201,7 +175,7 @@ def _neighbours(pairs: Sequence[tuple[Weight, Tensor]], columns: int) -> list[li
             )
             together = [one for one, _ in groups[-1]] + [weight]
             if beside and _fit(together):
-                shared = _shared_factors(together)
+                shared = shared_factors(together)
                 if shared is not None and all(rest == 1 for rest in shared.rests):
                     groups[-1].append((weight, out))
                     continue
@@ -215,7 +189,7 @@ def _multiply_sums(x: Tensor, group: Sequence[tuple[Weight, Tensor]], overflows:
     width = sum(weight.shape[0] for weight in weights)
     out = first.as_strided((x.shape[0], width), first.stride())
     sums = out if _gives_float32() else torch.empty(x.shape[0], width, dtype=torch.float16, device=x.device)
-    shared = _shared_factors(weights) if len(group) > 1 else None
+    shared = shared_factors(weights) if len(group) > 1 else None
     if shared is None:
         _multiply_plain(x, weights[0], sums)
     else:
@@ -224,7 +198,7 @@ def _multiply_sums(x: Tensor, group: Sequence[tuple[Weight, Tensor]], overflows:
         staging.widen(sums, out, overflows=overflows)
 
 
-def _multiply_together(x: Tensor, weights: Sequence[Weight], shared: _Shared, out: Tensor) -> None:
+def _multiply_together(x: Tensor, weights: Sequence[Weight], shared: Shared, out: Tensor) -> None:
     """One product of several weights; out [T, all their rows]."""
     columns, rows = x.shape[1], [weight.shape[0] for weight in weights]
     last = BAND * weights[-1].words.shape[0]
@@ -343,42 +317,6 @@ def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> N
     module = load(SOURCE, out.device.index)
     arguments = (matrix_of(weight), out, groups, first_band, bands, float(factor))
     module.launch(f"dequantise_{weight.encoding}", blocks, 32 * _WARPS, arguments)
-
-
-def half_factors(weight: Weight) -> tuple[float, float]:
-    """(what the weight times its scales is multiplied by on its way to fp16, what the product is multiplied by after).
-
-    The weight's largest value comes to lie in (2, 4]: for fp16 matrices the largest that is there, for words the largest
-    that their scales allow. 1 and 1 for a weight of zeros.
-    """
-    known = weight.__dict__.get("_half_factors")
-    if known is None:
-        known = _half_factors(weight)
-        object.__setattr__(weight, "_half_factors", known)  # derived from the frozen fields, and costly
-    return known
-
-
-def _half_factors(weight: Weight) -> tuple[float, float]:
-    if isinstance(weight, HalfWeight):
-        over = (1, 2, 4)  # all but the rows
-        rows = torch.maximum(weight.words.amax(over), -weight.words.amin(over)).flatten()[: weight.scale.numel()]
-        return _power(float((rows.float() * weight.scale.abs()).max()))
-    scales = weight.block_scale if isinstance(weight, Fp8BlockWeight) else weight.scale
-    scale = float(scales.abs().max())
-    if not isinstance(weight, Nvfp4Weight):
-        return _power(_LARGEST_FP8 * scale)
-    codes = int((weight.block_scale & 0x7F).max())
-    values = _LARGEST_E2M1 * float(torch.tensor([codes], dtype=torch.uint8).view(torch.float8_e4m3fn).float())
-    if scales.numel() > 1 or not _LEAST_SCALE < scale < 1 / _LEAST_SCALE or float(scales) < 0:
-        return _power(values * scale)
-    factor, back = _power(values)
-    return factor / scale, back * scale
-
-
-def _power(largest: float) -> tuple[float, float]:
-    """A power of two that brings `largest` to (2, 4], and its inverse."""
-    exponent = _TARGET - math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
-    return 2.0**exponent, 2.0**-exponent
 
 
 @functools.cache

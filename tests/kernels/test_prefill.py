@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from duovolt.kernels import prefill
+from duovolt.kernels.half_factors import shared_factors
 from duovolt.kernels.tuning import Choice, using
 from duovolt.kernels.weights import BAND, Weight
 
@@ -70,7 +71,7 @@ def test_gate_and_up_share_a_product(encode, apart: float, on_the_host: list[lis
         got = prefill.swiglu_block(x, gate.weight, up.weight)
     assert relative(got, opened / (1 + np.exp(-opened)) * raised) <= 2e-3
     assert on_the_host == ([[128, 64]] if apart > 1e-3 else [[64, 64]] * 2)
-    shared = prefill._shared_factors([gate.weight, up.weight])
+    shared = shared_factors([gate.weight, up.weight])
     assert (shared is None) == (apart < 1e-3)
     if shared is not None:
         for weight, factor, rest in zip((gate.weight, up.weight), shared.factors, shared.rests, strict=True):
