@@ -56,6 +56,7 @@ EARLY_READS = {
     "gated_rms_norm_many": {"weight"},
     "qkv_rope": {"axes", "positions", "slots", "cosines", "sines", "query_weight", "key_weight"},
     "embed": set(),
+    "embed_many": set(),
     "mailbox_reduce": set(),
     "mailbox_reduce_norm": set(),
     "mailbox_gather": set(),
