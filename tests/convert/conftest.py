@@ -1,16 +1,16 @@
 """Sources to convert: the peers' tiny checkpoint, and small variations of it."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+
+from duovolt.tests.support.forks import Commands
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tiny_qwen3_5" / "checkpoint"
 
@@ -23,19 +23,19 @@ def source(tmp_path: Path) -> Path:
     return target
 
 
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    made = Commands("convert", "shard", "dequantize")
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def command(tmp_path: Path, commands: Commands) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `duovolt ...` as a process, in an empty directory."""
 
     def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "duovolt", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=os.environ | environment,
-            cwd=tmp_path,
-        )
+        return commands.run([str(argument) for argument in arguments], tmp_path, **environment)
 
     return run
 

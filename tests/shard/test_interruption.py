@@ -1,20 +1,27 @@
 """kill -9 at any write, then the same command again: the result is that of an unbroken run."""
 
-import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from duovolt.shard.split import shard
 from duovolt.tests.support import maker
+from duovolt.tests.support.forks import Commands
+
+COMMANDS = Commands("shard")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def commands() -> Iterator[None]:
+    yield
+    COMMANDS.close()
 
 
 def run(converted: Path, ranks: Path, **doors: str) -> int:
-    command = [sys.executable, "-m", "duovolt", "shard", str(converted), str(ranks), "--tp", "2", "--quiet"]
-    return subprocess.run(command, env={**os.environ, **doors}, timeout=60).returncode
+    words = ["shard", str(converted), str(ranks), "--tp", "2", "--quiet"]
+    return COMMANDS.run(words, converted.parent, **doors).returncode
 
 
 def contents(ranks: Path) -> dict[str, bytes]:

@@ -1,9 +1,6 @@
 """What a source may look like and still be the same model: names, parts, tied heads, strangers beside the shards."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from duovolt.convert.recipe import load_recipe
 from duovolt.model.names import family_name
 from duovolt.shard.split import shard
 from duovolt.tests.support import exports
+from duovolt.tests.support.forks import Commands
 from duovolt.verify.proofs import verify
 
 MODELOPT = Path(__file__).parent.parent / "fixtures" / "tiny_qwen3_5_modelopt_nvfp4" / "checkpoint"
@@ -263,20 +261,13 @@ def test_an_mtp_layer_left_plain_against_the_rules_is_kept_and_said(tmp_path: Pa
     assert len(said) == 1 and "mtp.fc" in said[0]
 
 
-def test_a_kill_at_any_write_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_kill_at_any_write_resumes_to_the_same_bytes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    commands = Commands("convert")
+    request.addfinalizer(commands.close)
+
     def run(target: Path, **environment: str) -> int:
-        arguments = [
-            sys.executable,
-            "-m",
-            "duovolt",
-            "convert",
-            MODELOPT,
-            target,
-            "--mtp-from",
-            exports.TINY,
-            "--quiet",
-        ]
-        return subprocess.run(arguments, env=os.environ | environment, cwd=tmp_path, timeout=120).returncode
+        words = ["convert", str(MODELOPT), str(target), "--mtp-from", str(exports.TINY), "--quiet"]
+        return commands.run(words, tmp_path, **environment).returncode
 
     counter = tmp_path / "count"
     assert run(tmp_path / "whole", DUOVOLT_COUNT_WRITES=str(counter)) == 0

@@ -48,7 +48,6 @@ def build(folder: Path, main: str, flags: Sequence[str]) -> Path:
     return library
 
 
-@functools.cache
 def _everything() -> bytes:
     """Every source that could be included: what a header names may change without the text that names it."""
     digest = hashlib.sha256()
