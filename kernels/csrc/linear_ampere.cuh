@@ -19,7 +19,9 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
     static constexpr int kScaleLanes = kTurn * kHeld / 16; // lanes that copy 16 bytes of nvfp4 scales
     static constexpr int kTurnX = kTurn * 2 * kColumns;    // bytes of a token's activations in a turn
 
-    Walk<kTurn> ahead;
+    using Way = Walk<kTurn, Weight::kSliced>;
+    static constexpr int kChains = Way::kChains;
+    Way ahead;
     const int full;                      // turns of a band that lack no tile
     const unsigned char *words, *scales; // of this lane, in the first turn of the item that is loaded
     const unsigned char *x;              // this lane's tile of its token of the first token tile, in the first turn

@@ -8,6 +8,7 @@
 template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
     static constexpr int kTurn = 4;
     static constexpr int kHeld = kRows;
+    static constexpr int kChains = kWarps;
 
     Walk<kTurn> ahead;
     const unsigned char *words, *group_scales;
