@@ -23,6 +23,11 @@ class InputError(DuovoltError):
     exit_code = 2
 
 
+def without_effect(option: str, why: str) -> InputError:
+    """The one message for an option that somebody stated and nothing would read. `option`: as it is written."""
+    return InputError(f"{option} has no effect here: {why}. Leave it out, or change what stands in its way.")
+
+
 class EnvironmentFault(DuovoltError):
     """The machine cannot do it: disk, memory, GPU, driver, a missing library (exit code 3)."""
 

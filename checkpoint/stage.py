@@ -28,6 +28,7 @@ from .directory import INDEX, MANIFEST, index_bytes
 from .errors import CheckFailed, EnvironmentFault, InputError
 from .lock import LOCK, DirectoryLock, require_regular
 from .manifest import FileRecord, Manifest
+from .numbers import whole_number
 from .writeback import begin_writeback
 
 JOURNAL = ".duovolt.journal"
@@ -51,11 +52,18 @@ def write_event() -> None:
         _events += 1
         if counter := os.environ.get("DUOVOLT_COUNT_WRITES"):
             Path(counter).write_text(f"{_events}\n")
-        if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == int(stop):
+        if (stop := os.environ.get("DUOVOLT_STOP_AT_WRITE")) and _events == _number("DUOVOLT_STOP_AT_WRITE", stop):
             os.kill(os.getpid(), signal.SIGKILL)
         at, _, name = os.environ.get("DUOVOLT_FAIL_AT_WRITE", "").partition(":")
-        if at and _events == int(at):
+        if at and _events == _number("DUOVOLT_FAIL_AT_WRITE", at):
             _fail(name)
+
+
+def _number(door: str, text: str) -> int:
+    try:
+        return whole_number(text)
+    except ValueError as error:
+        raise InputError(f"{door}: {error}.") from None
 
 
 def _fail(name: str) -> None:

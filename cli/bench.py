@@ -3,6 +3,8 @@
 import argparse
 import importlib
 
+from .parser import Parser
+
 # What -> (module in this package, one line of help).
 TASKS = {
     "collective": ("bench_collective", "sums and gathers between two cards: peer memory, host memory, NCCL"),
@@ -15,14 +17,16 @@ TASKS = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.epilog = "examples:\n  duovolt bench pipeline\n  duovolt bench serve --overhead\n\nEach has its own --help."
     tasks = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for name, (module, summary) in TASKS.items():
         task = tasks.add_parser(
             name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        importlib.import_module(f".{module}", __package__).configure(task)
+        measuring = importlib.import_module(f".{module}", __package__)
+        measuring.configure(task)
+        task.reads = measuring.READS
         task.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="print errors only")
         task.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
 

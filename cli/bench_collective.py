@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import json
 
+from .reads import ALWAYS, Reads, without
+
 WAYS = ("ipc", "host", "nccl")
 LOCKSTEP_SKEWS_US = (0, 50, 500)
 EXAMPLE = """examples:
@@ -19,6 +21,9 @@ in its own memory and in the host's, where there is no second card. --lockstep: 
 by which ranks agree, between two processes without a card."""
 
 
+READS = Reads({ALWAYS: "lockstep json", without("lockstep"): "alone", without("lockstep", "alone"): "ways"})
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what to measure, in this order")
@@ -32,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
         from ..perf import lockstep
 
         costs = [lockstep.measure_lockstep(skew) for skew in LOCKSTEP_SKEWS_US]
-        print(
-            json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1) if args.json else lockstep.table(costs)
-        )
+        if args.json:
+            print(json.dumps([dataclasses.asdict(cost) for cost in costs], indent=1))
+        elif not args.quiet:
+            print(lockstep.table(costs))
         return 0
     from ..perf import collective
 
@@ -45,5 +51,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         collective.two_cards()
         report = collective.measure(list(dict.fromkeys(args.ways)))
-    print(json.dumps(dataclasses.asdict(report), indent=1) if args.json else "\n".join(collective.table(report)))
+    if args.json:
+        print(json.dumps(dataclasses.asdict(report), indent=1))
+    elif not args.quiet:
+        print("\n".join(collective.table(report)))
     return 0

@@ -10,6 +10,8 @@ from ..perf.curve import Curve, read_curve
 from ..perf.curve_measure import KERNELS, LEAST_CACHES, Wanted, measure_curve
 from ..perf.curve_report import draw, table
 from ..perf.kernels import the_device
+from .numbers import whole
+from .reads import ALWAYS, Reads, without
 
 EXAMPLE = f"""examples:
   duovolt bench curve
@@ -23,14 +25,17 @@ number, and the reason instead, if the pool is under {LEAST_CACHES} times the L2
 can give, or if the card waited for the host."""
 
 
+READS = Reads({ALWAYS: "read svg json", without("read"): "kernels steps repeats plain pool_mb arch"})
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="which, of all")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="sizes an octave, 1 to 8 (default 2)")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="timings of each, 3 to 200 (default 15)")
+    parser.add_argument("--steps", type=whole, default=2, metavar="N", help="sizes an octave, 1 to 8 (default 2)")
+    parser.add_argument("--repeats", type=whole, default=15, metavar="N", help="timings of each, 3 to 200 (default 15)")
     parser.add_argument("--plain", action="store_true", help="neither row length nor tokens are varied")
     parser.add_argument(
-        "--pool-mb", type=int, metavar="MB", help="size of the pool (default: 40 times the L2 cache, 2.1 GB)"
+        "--pool-mb", type=whole, metavar="MB", help="size of the pool (default: 40 times the L2 cache, 2.1 GB)"
     )
     parser.add_argument("--arch", metavar="ARCH", help="compute_70: what a V100's code comes from, on a newer card")
     parser.add_argument("--read", type=Path, metavar="FILE", help="show a curve measured before")

@@ -11,6 +11,8 @@ from typing import Any
 
 from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
+from .numbers import cards, decimal, numbers_of, whole
+from .reads import ALWAYS, Condition, Reads, given, valued, without
 
 EXAMPLE = """examples:
   duovolt bench engine
@@ -26,18 +28,40 @@ rate of the vendor's fp16 product. Depths are filled with random keys and values
 kernels' times come from a profiled pass of its own."""
 
 
+_TWO_CARDS = Condition("with two --devices", lambda args: "," in args.devices)
+_ONE_CARD = Condition("with one of --devices", lambda args: "," not in args.devices)
+_TWO_RANKS = Condition("with two ranks", lambda args: "," in args.devices or args.tp == 2 or args.dir)
+_ON_CARD = Condition("on cards", lambda args: args.devices != "cpu")
+_SUITING = Condition("with one of --devices (two have 2)", lambda args: "," not in args.devices or args.tp == 2)
+READS = Reads(
+    {
+        ALWAYS: "dir devices twin way contexts lanes drafts rounds prefill chunk kv attention no_profile json",
+        without("dir"): "config recipe layers draft_rows",
+        without("dir") & _SUITING: "tp",
+        _TWO_CARDS: "collective",
+        _ONE_CARD & _TWO_RANKS & _ON_CARD: "collective_us",
+        _TWO_RANKS: "head_split",
+        given("drafts"): "draft_window",
+        _ON_CARD: "arch graphs",
+        valued("graphs", "off"): "graphs",  # as it is without a card
+    },
+    judged="twin",
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument(
         "--config", default="qwen3.8-27b", metavar="NAME", help="known name or config.json (qwen3.8-27b)"
     )
     parser.add_argument("--recipe", default="v100", help="decides the encodings (default: v100)")
-    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument("--layers", type=whole, metavar="N", help="only the first N layers")
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", help="a rank or converted directory in place of random weights"
     )
     parser.add_argument(
         "--devices",
+        type=cards(2),
         default="0",
         metavar="N[,N]",
         help="cards; two run both ranks of two (default: 0); cpu: only to try the command, on the kernels' references",
@@ -45,28 +69,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--collective", choices=("auto", "host", "ipc", "nccl"), default="auto", help="as for serve")
     parser.add_argument("--twin", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--tp", type=int, default=1, choices=(1, 2), help="ranks that share the model (default: 1)")
+    parser.add_argument("--tp", type=whole, default=1, choices=(1, 2), help="ranks that share the model (default: 1)")
     parser.add_argument(
-        "--draft-rows", type=int, default=0, metavar="N", help="rows of a reduced draft head (default: none)"
+        "--draft-rows", type=whole, default=0, metavar="N", help="rows of a reduced draft head (default: none)"
     )
-    parser.add_argument("--contexts", type=int, nargs="*", default=[8192, 32768, 131072, 262144], metavar="N")
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2], metavar="N", help="1 to 4 each (default: 1 2)")
-    parser.add_argument("--drafts", type=int, default=3, metavar="N", help="drafts that stand each round (default: 3)")
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="timed rounds (default: 40)")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 131072], metavar="N")
-    parser.add_argument("--chunk", type=int, default=2048, metavar="N", help="prompt tokens a step (default: 2048)")
+    parser.add_argument("--contexts", type=whole, nargs="*", default=[8192, 32768, 131072, 262144], metavar="N")
+    parser.add_argument(
+        "--lanes", type=whole, nargs="+", default=[1, 2], metavar="N", help="1 to 4 each (default: 1 2)"
+    )
+    parser.add_argument(
+        "--drafts", type=whole, default=3, metavar="N", help="drafts that stand each round (default: 3)"
+    )
+    parser.add_argument("--rounds", type=whole, default=40, metavar="N", help="timed rounds (default: 40)")
+    parser.add_argument("--prefill", type=whole, nargs="*", default=[8192, 32768, 131072], metavar="N")
+    parser.add_argument("--chunk", type=whole, default=2048, metavar="N", help="prompt tokens a step (default: 2048)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8")
     parser.add_argument(
         "--attention", choices=("split", "plain"), default="split", help="as for serve (default: split)"
     )
     parser.add_argument("--head-split", choices=("on", "off"), default="off", help="as for serve (default: off)")
     parser.add_argument("--graphs", choices=("on", "serial", "off"), default="on", help="as for serve (default: on)")
-    parser.add_argument("--draft-window", type=int, default=0, metavar="N", help="as for serve (default: 0)")
+    parser.add_argument("--draft-window", type=whole, default=0, metavar="N", help="as for serve (default: 0)")
     parser.add_argument(
         "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
     )
     parser.add_argument(
-        "--collective-us", type=float, default=0.0, metavar="US", help="of one exchange, for the floor of --tp 2 alone"
+        "--collective-us",
+        type=decimal,
+        default=0.0,
+        metavar="US",
+        help="of one exchange, for the floor of --tp 2 alone",
     )
     parser.add_argument("--no-profile", action="store_true", help="no breakdown by kernel")
     parser.add_argument(
@@ -86,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             return _measure(args)
         if "," not in args.devices:
             return _measure(args)
-        devices = [int(word) for word in args.devices.split(",")]
+        devices = numbers_of(args.devices)
         args.tp, args.way = 2, way_between(args.collective, devices).argument
         with twin(words_of("engine", args)) as partner:
             args.twin = partner
@@ -168,7 +200,7 @@ class _Setup:
         self.close: Callable[[], None] = lambda: None
         device = torch.device("cpu")
         if self._card:
-            device = _card(int(args.devices.split(",")[rank]), args)
+            device = _card(numbers_of(args.devices)[rank], args)
             self._curve = read_curve_here(device) if rank == 0 else read_curve_here(device, [1 << 20])
             self._rate = product_rate(device)
             torch.cuda.empty_cache()
@@ -195,6 +227,7 @@ class _Setup:
         self._demand = Demand(
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
             keys_in_a_row=self._card and torch_attends(torch.cuda.get_device_capability(device)),
+            captured=self._card and args.graphs != "off",
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         link: DeviceCollective = SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank)
@@ -221,6 +254,7 @@ class _Setup:
             graphs=args.graphs != "off",
             overlap=args.graphs == "on",
         )
+        executor.capture_chunks(args.chunk)
         self._bench = Bench(executor, lanes, self._context)
         self.facts = {
             "machine": _machine(device) if self._card else {"card": "none: references on the CPU", "torch": torch.__version__},
@@ -356,11 +390,6 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(
             "--chunk is from 1 to 65536, --collective-us below a second, none of these, --draft-rows and --draft-window "
             "negative."
-        )
-    numbers = args.devices.split(",")
-    if args.devices != "cpu" and (not all(word.isdecimal() for word in numbers) or len(numbers) > 2):
-        raise InputError(
-            f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
         )
     from ..kernels.build import options
     from ..perf.model_source import sheet_at

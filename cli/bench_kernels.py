@@ -13,6 +13,8 @@ from ..kernels.tuning import choice, using
 from ..perf.kernel_families import FAMILIES, FamilyRow, measure_families
 from ..perf.kernels import CASES, ROUTES, Case, PrefillRow, Row, loadable, measure, measure_prefill, the_device
 from ..perf.machine import machine_of
+from .numbers import whole
+from .reads import ALWAYS, Reads, given, without
 
 EXAMPLE = """examples:
   duovolt bench kernels
@@ -26,10 +28,22 @@ time of a kernel that only reads as many bytes, measured beside, over the time o
 linears, where it can be had, the PTX that a V100's code comes from."""
 
 
+_LINEARS = without("family", "prefill")
+READS = Reads(
+    {
+        ALWAYS: "family json",
+        without("family"): "prefill",
+        _LINEARS: "tokens only ablate rows",
+        without("prefill"): "overlap",
+        given("prefill"): "route",
+    }
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument(
-        "--tokens", type=int, nargs="+", metavar="T", help=f"1 to 24 each (default: {' '.join(map(str, TOKENS))})"
+        "--tokens", type=whole, nargs="+", metavar="T", help=f"1 to 24 each (default: {' '.join(map(str, TOKENS))})"
     )
     parser.add_argument("--only", nargs="+", metavar="CASE", help=f"of: {', '.join(case.name for case in CASES)}")
     parser.add_argument("--ablate", action="store_true", help="also without arithmetic, and without loads")
@@ -43,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlap", action="store_true", help="launches overlap as in the engine's graphs (sm_90 and newer)"
     )
-    parser.add_argument("--prefill", type=int, nargs="+", metavar="T", help="only linears of T tokens against cuBLAS")
+    parser.add_argument("--prefill", type=whole, nargs="+", metavar="T", help="only linears of T tokens against cuBLAS")
     parser.add_argument(
         "--route",
         nargs="+",
@@ -63,7 +77,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 ROWS = {"32": 32, "16": 16, "auto": 0}
 TOKENS = (1, 2, 4, 8)
-_LINEARS = ("tokens", "only", "ablate", "rows")  # what measuring decode linears alone reads
 
 
 def line(row: Row, label: str) -> str:
@@ -75,9 +88,9 @@ def line(row: Row, label: str) -> str:
     )
 
 
-def what(rows: str, without: str) -> str:
+def what(rows: str, left_out: str) -> str:
     """What is special about a measurement."""
-    return ", ".join([f"{rows} rows"] * bool(rows) + [f"no {without}"] * bool(without))
+    return ", ".join([f"{rows} rows"] * bool(rows) + [f"no {left_out}"] * bool(left_out))
 
 
 def measured(
@@ -86,16 +99,16 @@ def measured(
     """Rows of a case with the rows of an item that were asked for and what was left out; the portable code once only."""
     found = []
     for kind in args.rows or [""]:
-        for without in ("", "arithmetic", "loads") if args.ablate else ("",):
+        for left_out in ("", "arithmetic", "loads") if args.ablate else ("",):
             tried = choice(device.index or 0)
             if kind:
                 tried = replace(tried, rows=ROWS[kind])
-            first = not without and kind == (args.rows or [""])[0]
-            with using(replace(tried, ablate=without)):
+            first = not left_out and kind == (args.rows or [""])[0]
+            with using(replace(tried, ablate=left_out)):
                 timed = measure(
                     [case], args.tokens or TOKENS, arches if first else arches[:1], device, overlap=args.overlap
                 )
-            found += [(row, kind, without) for row in timed]
+            found += [(row, kind, left_out) for row in timed]
     return found
 
 
@@ -119,19 +132,6 @@ def family_line(row: FamilyRow) -> str:
     )
 
 
-def _check_all_is_read(args: argparse.Namespace) -> None:
-    """Raises InputError for an option that what is to be measured does not read."""
-    unread: tuple[str, ...]
-    if args.family:
-        unread, what = (*_LINEARS, "prefill", "route"), "other families than decode linears (--family)"
-    elif args.prefill:
-        unread, what = (*_LINEARS, "overlap"), "linears of prompts (--prefill)"
-    else:
-        unread, what = ("route",), "decode linears; it is of --prefill T..."
-    if given := [name for name in unread if getattr(args, name)]:
-        raise InputError(f"--{given[0]} is not read where one measures {what}. Leave it out, or the other.")
-
-
 def run(args: argparse.Namespace) -> int:
     names = [case.name for case in CASES]
     if unknown := [name for name in args.only or [] if name not in names]:
@@ -140,16 +140,16 @@ def run(args: argparse.Namespace) -> int:
         1 <= n <= 1 << 16 for n in args.prefill or []
     ):
         raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
-    _check_all_is_read(args)
     device = the_device()
-    if not (args.json or args.quiet):
+    silent = args.json or args.quiet
+    if not silent:
         print(machine_of(device).named, flush=True)
     if args.family:
         families = []
         arch = arches_for(torch.cuda.get_device_capability(device))[0]
         for one in measure_families(args.family, arch, device, overlap=args.overlap):
             families.append(dataclasses.asdict(one) | {"share": one.ratio})
-            if not args.json:
+            if not silent:
                 print(family_line(one), flush=True)
         if args.json:
             print(json.dumps(families, indent=1))
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         facts = []
         for prompt in measure_prefill(args.prefill, device, args.route or ["chosen"]):
             facts.append(dataclasses.asdict(prompt) | {"share": prompt.ratio})
-            if not args.json:
+            if not silent:
                 print(prefill_line(prompt), flush=True)
         if args.json:
             print(json.dumps(facts, indent=1))
@@ -169,12 +169,12 @@ def run(args: argparse.Namespace) -> int:
     for case in chosen:
         own = measured(case, args, arches, device)
         rows += own
-        if not args.json:
-            print("\n".join(line(row, what(rows_of, without)) for row, rows_of, without in own), flush=True)
+        if not silent:
+            print("\n".join(line(row, what(rows_of, left_out)) for row, rows_of, left_out in own), flush=True)
     if args.json:
         facts = [
-            dataclasses.asdict(row) | {"share": row.ratio, "rows": rows_of, "without": without}
-            for row, rows_of, without in rows
+            dataclasses.asdict(row) | {"share": row.ratio, "rows": rows_of, "without": left_out}
+            for row, rows_of, left_out in rows
         ]
         print(json.dumps(facts, indent=1))
     return 0

@@ -10,6 +10,8 @@ from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import InputError
 from ..checkpoint.stage import disk_errors
 from ..model.partition import MAX_RANKS
+from .numbers import cards, numbers_of, whole
+from .reads import ALWAYS, Condition, Reads, without
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +35,28 @@ Attention is measured at each context; a forecast takes a line between. --device
 card, and what they exchange; --tp 2 on one card leaves exchanges out."""
 
 
+_MEASURING = without("card_file")
+_TWO_CARDS = Condition("with two --devices", lambda args: "," in args.devices)
+_SUITING = Condition("with one of --devices (two have 2)", lambda args: "," not in args.devices or args.tp == [2])
+READS = Reads(
+    {
+        ALWAYS: "card_file",
+        _MEASURING: "source recipe devices twin way drafts lanes contexts kv graphs draft_head json",
+        _MEASURING & _TWO_CARDS: "collective",
+        _MEASURING & _SUITING: "tp",
+    },
+    judged="twin",
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("source", nargs="*", metavar="SRC", help="directories, config.json or known names")
     parser.add_argument("--recipe", metavar="R", help="as for ledger")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
+    parser.add_argument("--tp", type=whole, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
     parser.add_argument(
         "--devices",
+        type=cards(2),
         default="0",
         metavar="N[,N]",
         help="cards; two measure both ranks (default: 0); cpu: only to try the command, on the kernels' references",
@@ -47,9 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--collective", choices=("auto", "host", "ipc", "nccl"), default="auto", help="as for serve")
     parser.add_argument("--twin", help=argparse.SUPPRESS)
     parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--drafts", type=int, nargs="+", default=[3], metavar="K", help="default: 3")
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="default: 1")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768, 131072], metavar="N")
+    parser.add_argument("--drafts", type=whole, nargs="+", default=[3], metavar="K", help="default: 3")
+    parser.add_argument("--lanes", type=whole, nargs="+", default=[1], metavar="L", help="default: 1")
+    parser.add_argument("--contexts", type=whole, nargs="+", default=[2048, 8192, 32768, 131072], metavar="N")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="default: int8")
     parser.add_argument(
         "--graphs",
@@ -57,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="serial: leave out what launches save that overlap (default: on)",
     )
-    parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as for ledger")
+    parser.add_argument("--draft-head", type=whole, metavar="ROWS", help="as for ledger")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the times go")
     parser.add_argument(
         "--card-file",
@@ -88,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         return _measure(args, 1)
     if "," not in args.devices:
         return _measure(args, 0)
-    devices = [int(word) for word in args.devices.split(",")]
+    devices = numbers_of(args.devices)
     args.tp, args.way = [2], way_between(args.collective, devices).argument
     with twin(words_of("launches", args, positional=("source",))) as partner:
         args.twin = partner
@@ -158,7 +175,7 @@ def _card(args: argparse.Namespace, rank: int) -> "torch.device":
     from ..perf.kernels import the_device
 
     the_device()
-    number = int(args.devices.split(",")[rank])
+    number = numbers_of(args.devices)[rank]
     if number >= torch.cuda.device_count():
         raise InputError(f"--devices {args.devices}: this machine shows {torch.cuda.device_count()} cards.")
     torch.cuda.set_device(number)
@@ -189,8 +206,3 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--contexts are from 64 to 1048576 tokens.")
     if not all(1 <= lanes <= 4 for lanes in args.lanes) or not all(0 <= drafts <= 5 for drafts in args.drafts):
         raise InputError("--lanes are from 1 to 4, --drafts from 0 to 5.")
-    words = args.devices.split(",")
-    if args.devices != "cpu" and (len(words) > 2 or not all(word.isdecimal() and len(word) < 3 for word in words)):
-        raise InputError(
-            f"--devices {args.devices}: expected the number of a card, or of two with a comma between, or cpu."
-        )

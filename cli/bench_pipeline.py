@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint.errors import InputError
@@ -14,6 +15,8 @@ from ..perf.fullsize import FullSize, Step, machine, run_full_size
 from ..perf.pipeline import Conversion, Race, race_conversion, race_quantisers
 from ..perf.processes import require_new
 from ..perf.stages import StageRaces, race_stages
+from .numbers import decimal, whole
+from .reads import ALWAYS, Condition, Reads, given, without
 
 EXAMPLE = """examples:
   duovolt bench pipeline
@@ -26,12 +29,27 @@ EXAMPLE = """examples:
 The peers are optional: `pip install --no-deps nvidia-modelopt compressed-tensors llmcompressor`, and what these lack."""
 
 
+_RACES = without("stages", "full", "quantisers")
+_SIZED = Condition("with --stages, or --work alone", lambda args: args.stages or (_RACES.holds(args) and args.work))
+READS = Reads(
+    {
+        ALWAYS: "stages full quantisers json",
+        without("quantisers"): "workers work",
+        without("quantisers", "full"): "rounds",
+        _RACES: "rows columns arithmetic",
+        _RACES & given("work"): "recipe",
+        _SIZED: "gigabytes apart tp",
+        given("full"): "config layers tp",
+    }
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
-    parser.add_argument("--rows", type=int, default=5120, metavar="N", help="of the matrix (default: 5120)")
-    parser.add_argument("--columns", type=int, default=17408, metavar="N", help="of the matrix (default: 17408)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts (default: 3)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
+    parser.add_argument("--rows", type=whole, default=5120, metavar="N", help="of the matrix (default: 5120)")
+    parser.add_argument("--columns", type=whole, default=17408, metavar="N", help="of the matrix (default: 17408)")
+    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="of which the median counts (default: 3)")
+    parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="threads (default: the cores)")
     parser.add_argument("--arithmetic", choices=("auto", "compiled", "numpy"), default="auto", help="as for convert")
     parser.add_argument("--work", type=Path, metavar="DIR", help="also run the stages in this new directory")
     parser.add_argument(
@@ -40,13 +58,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="for --stages: a new directory on another disk or in memory, to split to",
     )
-    parser.add_argument("--gigabytes", type=float, default=4, metavar="N", help="size of that checkpoint (default: 4)")
+    parser.add_argument(
+        "--gigabytes", type=decimal, default=4, metavar="N", help="size of that checkpoint (default: 4)"
+    )
     parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks, for --stages and --full (default: 2)")
+    parser.add_argument("--tp", type=whole, default=2, metavar="N", help="ranks, for --stages and --full (default: 2)")
     parser.add_argument(
         "--config", default="qwen3.8-27b", metavar="NAME|FILE", help="for --full (default: qwen3.8-27b)"
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="for --full: only the first N layers")
+    parser.add_argument("--layers", type=whole, metavar="N", help="for --full: only the first N layers")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--stages", action="store_true", help="only shard and verify, beside cp, cat and xxh3")
     only.add_argument("--full", action="store_true", help="only one run of a whole model through all stages")
@@ -113,28 +133,43 @@ def ledger_lines(found: FullSize) -> list[str]:
     return [sizes, *ranks, f"on every rank, the largest: {held}"]
 
 
+def _tell(args: argparse.Namespace, facts: object, lines: list[str]) -> None:
+    if args.json:
+        print(json.dumps(facts, indent=1))
+    elif not args.quiet:
+        print("\n".join(lines))
+
+
 def _run_full(args: argparse.Namespace) -> int:
     shown = sys.stderr if args.json else sys.stdout
-    print(f"{args.config}, {args.workers} threads, {machine()}", file=shown, flush=True)
+
+    def tell(text: str) -> None:
+        if not args.quiet:
+            print(text, file=shown, flush=True)
+
+    tell(f"{args.config}, {args.workers} threads, {machine()}")
     found = run_full_size(
         args.work, args.config, args.layers, args.tp, args.workers,
-        lambda step: print(step_line(step), file=shown, flush=True),
+        lambda step: tell(step_line(step)),
     )  # fmt: skip
-    print(json.dumps(dataclasses.asdict(found), indent=1) if args.json else "\n".join(ledger_lines(found)))
+    _tell(args, dataclasses.asdict(found), ledger_lines(found))
     return 0
 
 
-def _tell_round(seconds: dict[str, float]) -> None:
-    print(
-        "round: " + ", ".join(f"{what} {spent:.2f} s" for what, spent in seconds.items()), file=sys.stderr, flush=True
-    )
+def _teller(args: argparse.Namespace) -> Callable[[dict[str, float]], None]:
+    def tell(seconds: dict[str, float]) -> None:
+        spent = ", ".join(f"{what} {spent:.2f} s" for what, spent in seconds.items())
+        if not args.quiet:
+            print(f"round: {spent}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _run_stages(args: argparse.Namespace) -> int:
     found = race_stages(
-        args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp, _tell_round, args.apart
+        args.work, int(args.gigabytes * 1e9), args.rounds, args.workers, args.tp, _teller(args), args.apart
     )
-    print(json.dumps(dataclasses.asdict(found), indent=1) if args.json else "\n".join(stage_lines(found)))
+    _tell(args, dataclasses.asdict(found), stage_lines(found))
     return 0
 
 
@@ -151,20 +186,21 @@ def run(args: argparse.Namespace) -> int:
     if args.quantisers:
         table = error_table()
         rows = [dataclasses.asdict(row) for row in table]
-        print(json.dumps(rows, indent=1) if args.json else "\n".join(error_lines(table)))
+        _tell(args, rows, error_lines(table))
         return 0
+    silent = args.json or args.quiet
     arithmetic, races = race_quantisers(args.rows, args.columns, args.rounds, args.workers, args.arithmetic)
-    if not args.json:
+    if not silent:
         print(f"{args.rows} x {args.columns} BF16, {args.workers} threads, median of {args.rounds}, {arithmetic}")
         print("\n".join(map(race_line, races)), flush=True)
     found, stages = None, None
     if args.work is not None:
         nbytes = int(args.gigabytes * 1e9)
         found = race_conversion(args.work, nbytes, args.rounds, args.workers, args.recipe)
-        if not args.json:
+        if not silent:
             print(conversion_line(found), flush=True)
-        stages = race_stages(args.work, nbytes, args.rounds, args.workers, args.tp, _tell_round, args.apart)
-        if not args.json:
+        stages = race_stages(args.work, nbytes, args.rounds, args.workers, args.tp, _teller(args), args.apart)
+        if not silent:
             print("\n".join(stage_lines(stages)))
     if args.json:
         measured = {"arithmetic": arithmetic, "races": [dataclasses.asdict(race) for race in races]}

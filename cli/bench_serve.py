@@ -11,6 +11,8 @@ from ..perf.materials import MATERIALS
 from ..perf.serve_record import Record, Settings, read_record
 from ..runtime.proxy.key import read_key
 from .bench_serve_overhead import add_overhead, run_overhead
+from .numbers import decimal, whole
+from .reads import ALWAYS, Reads, given, without
 
 EXAMPLE = """examples:
   duovolt bench serve --url http://127.0.0.1:8000 --out run.jsonl
@@ -25,6 +27,19 @@ tells them, acceptance of drafts and milliseconds a round. Run again with the sa
 token a round, streamed over /v1/chat/completions to clients that only read; times a token are of CPU."""
 
 
+_MEASURING = without("overhead", "report")
+READS = Reads(
+    {
+        ALWAYS: "overhead json",
+        without("overhead"): "report against plot",
+        _MEASURING: "url model api_key_file contexts materials lanes seeds cold_seeds temperature stop_at_end silence_seconds "
+        "machine out",
+        without("report"): "tokens",
+        given("overhead"): "rate rounds ranks requests",
+    }
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     what = parser.add_argument_group("what to measure")
@@ -32,17 +47,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="NAME", help="of the server (default: its first)")
     what.add_argument("--api-key-file", type=Path, metavar="F", help="its first line is the key")
     what.add_argument(
-        "--contexts", type=int, nargs="+", default=[8192, 32768, 131072, 262144], metavar="N",
+        "--contexts", type=whole, nargs="+", default=[8192, 32768, 131072, 262144], metavar="N",
         help="tokens of prompt and answer together (default: 8192 32768 131072 262144)",
     )  # fmt: skip
     what.add_argument("--materials", nargs="+", choices=MATERIALS, default=list(MATERIALS), help="default: all")
-    what.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="answers at once (default: 1)")
-    what.add_argument("--seeds", type=int, default=4, metavar="N", help="answers of each kind (default: 4)")
-    what.add_argument("--cold-seeds", type=int, default=1, metavar="N", help="of them with a new prompt (default: 1)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of an answer (default: 1024; --overhead: 1500)")
-    what.add_argument("--temperature", type=float, default=0.6, metavar="T", help="default: 0.6")
+    what.add_argument("--lanes", type=whole, nargs="+", default=[1], metavar="L", help="answers at once (default: 1)")
+    what.add_argument("--seeds", type=whole, default=4, metavar="N", help="answers of each kind (default: 4)")
+    what.add_argument("--cold-seeds", type=whole, default=1, metavar="N", help="of them with a new prompt (default: 1)")
+    parser.add_argument("--tokens", type=whole, metavar="N", help="of an answer (default: 1024; --overhead: 1500)")
+    what.add_argument("--temperature", type=decimal, default=0.6, metavar="T", help="default: 0.6")
     what.add_argument("--stop-at-end", action="store_true", help="send no `ignore_eos`: for servers that refuse it")
-    what.add_argument("--silence-seconds", type=float, default=3600, metavar="S", help="give up after (default: 3600)")
+    what.add_argument(
+        "--silence-seconds", type=decimal, default=3600, metavar="S", help="give up after (default: 3600)"
+    )
     what.add_argument("--machine", nargs="+", default=[], metavar="K=V", help="what the server does not tell: card=...")
     result = parser.add_argument_group("what to do with it")
     result.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, an answer each; gone on with if there")
@@ -136,5 +153,7 @@ def run(args: argparse.Namespace) -> int:
         print(table(record) if other is None else comparison(record, other))
     if args.plot is not None:
         for path in plot(record, args.plot):
+            if args.quiet:
+                continue
             print(f"drawn: {path}", file=sys.stderr)
     return 0

@@ -6,16 +6,17 @@ import json
 import statistics
 
 from ..checkpoint.errors import InputError
+from .numbers import whole
 
 
 def add_overhead(parser: argparse.ArgumentParser) -> None:
     """The options that belong to it."""
     own = parser.add_argument_group("what our server costs")
     own.add_argument("--overhead", action="store_true", help="what the server costs a token")
-    own.add_argument("--rate", type=int, default=500, metavar="N", help="tokens a second and lane (default: 500)")
-    own.add_argument("--rounds", type=int, default=5, metavar="N", help="answers of each client (default: 5)")
-    own.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="rank processes (default: 2)")
-    own.add_argument("--requests", type=int, default=1000, metavar="N", help="to watch memory over (default: 1000)")
+    own.add_argument("--rate", type=whole, default=500, metavar="N", help="tokens a second and lane (default: 500)")
+    own.add_argument("--rounds", type=whole, default=5, metavar="N", help="answers of each client (default: 5)")
+    own.add_argument("--ranks", type=whole, choices=(1, 2), default=2, help="rank processes (default: 2)")
+    own.add_argument("--requests", type=whole, default=1000, metavar="N", help="to watch memory over (default: 1000)")
 
 
 def run_overhead(args: argparse.Namespace) -> int:
@@ -29,7 +30,7 @@ def run_overhead(args: argparse.Namespace) -> int:
     for clients in (1, 4):
         stream = measure_stream(args.rate, args.tokens, clients, args.rounds, args.ranks)
         streams.append(stream)
-        if not args.json:
+        if not (args.json or args.quiet):
             wanted = {1: 0.97, 4: 0.90}[clients]
             print(
                 f"{clients} at once: median {statistics.median(stream.rates):.1f} tok/s a client, {stream.share:.1%} of "
@@ -40,7 +41,7 @@ def run_overhead(args: argparse.Namespace) -> int:
                 flush=True,
             )
     memory = measure_memory(args.requests, args.ranks) if args.requests else None
-    if memory is not None and not args.json:
+    if memory is not None and not (args.json or args.quiet):
         print(
             f"{memory.requests} requests: {memory.first_mb:.1f} MB after the first fifth, {memory.last_mb:.1f} MB at the "
             f"end, slope {memory.slope_bytes:.0f} bytes a request; {memory.per_second:.0f} requests a second"

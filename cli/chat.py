@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
+
+from .numbers import decimal_from, whole
+from .reads import ALWAYS, Reads
+
+READS = Reads({ALWAYS: "url once system api_key_file temperature max_tokens seed no_thinking"})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -14,9 +18,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--once", metavar="QUESTION", help="ask one question, print the answer and end")
     add("--system", help="system message")
     add("--api-key-file", type=Path, metavar="FILE", help="file with the server's key")
-    add("--temperature", type=_temperature, help="0 for the most likely answer (default: the model's)")
-    add("--max-tokens", type=int, help="longest answer in tokens (default: what the context holds)")
-    add("--seed", type=int, help="makes a sampled answer repeatable")
+    add("--temperature", type=decimal_from(0), help="0 for the most likely answer (default: the model's)")
+    add("--max-tokens", type=whole, help="longest answer in tokens (default: what the context holds)")
+    add("--seed", type=whole, help="makes a sampled answer repeatable")
     add("--no-thinking", action="store_true", help="ask the model to answer at once")
 
 
@@ -34,13 +38,3 @@ def run(args: argparse.Namespace) -> int:
         args.url, read_key(args.api_key_file), {name: value for name, value in settings.items() if value is not None}
     )
     return converse(client, args.system, args.once, args.quiet)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
-    return value

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.errors import CheckFailed, InputError
+from .numbers import cards, decimal, numbers_of, whole
+from .reads import ALWAYS, Condition, Reads, valued, without
 
 EXAMPLE = """examples:
   duovolt compare ranks/rank-0-of-1 --a reference --b cuda
@@ -20,6 +22,19 @@ up to 96 and every round by our own kernels: two builds of them show their diffe
 what ran."""
 
 
+_ON_CARDS = Condition("with --a cuda or --b cuda", lambda args: "cuda" in (args.a, args.b))
+READS = Reads(
+    {
+        ALWAYS: "directory second a b text tokens chunk decode most json",
+        without("text"): "seed",
+        _ON_CARDS: "devices kv",
+        valued("devices", "cpu"): "devices",  # where the reference is anyway
+        valued("a", "cuda"): "arch_a",
+        valued("b", "cuda"): "arch_b",
+    }
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument(
@@ -30,22 +45,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--a", choices=("reference", "cuda"), default="reference", help="backend of DIR (default: reference)"
     )
     parser.add_argument("--b", choices=("reference", "cuda"), default="cuda", help="backend of DIR2 (default: cuda)")
-    parser.add_argument("--devices", metavar="N[,N]", help="cards of the cuda backend, or cpu (default: cards)")
+    parser.add_argument(
+        "--devices", type=cards(2), metavar="N[,N]", help="cards of the cuda backend, or cpu (default: cards)"
+    )
     parser.add_argument("--text", type=Path, metavar="FILE", help="the prompt; without it, random tokens")
     parser.add_argument(
-        "--tokens", type=int, default=128, metavar="N", help="length of the prompt at most (default: 128)"
+        "--tokens", type=whole, default=128, metavar="N", help="length of the prompt at most (default: 128)"
     )
     parser.add_argument(
-        "--chunk", type=int, default=512, metavar="N", help="tokens of the prompt read at a time (default: 512)"
+        "--chunk", type=whole, default=512, metavar="N", help="tokens of the prompt read at a time (default: 512)"
     )
     parser.add_argument(
         "--decode",
-        type=int,
+        type=whole,
         default=0,
         metavar="N",
         help="read the last N tokens in decode rounds of four (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random tokens (default: 0)")
+    parser.add_argument("--seed", type=whole, default=0, help="of random tokens (default: 0)")
     parser.add_argument(
         "--kv", choices=("int8", "fp16"), default="int8", help="cache of the cuda backend (default: int8)"
     )
@@ -55,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             metavar="ARCH",
             help=f"code of {side}'s kernels: compute_70 is what a V100's is made from (default: the card's own)",
         )
-    parser.add_argument("--most", type=float, metavar="X", help="exit with 1 if any layer's |a - b| / |a| is above X")
+    parser.add_argument("--most", type=decimal, metavar="X", help="exit with 1 if any layer's |a - b| / |a| is above X")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
@@ -75,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens > config.text.max_position_embeddings:
         raise InputError(f"--tokens {args.tokens}: the model knows {config.text.max_position_embeddings} positions.")
     tokens = _prompt(args, first[0], config.text.vocab_size)
-    devices = _devices(args.devices)
+    devices = _devices(args.devices, _ranks_on_cards(args, first, second))
     for backend, arch in ((args.a, args.arch_a), (args.b, args.arch_b)):
         check_arch(arch, backend, devices)
     reading = Reading(args.chunk, min(args.decode, len(tokens) - 1))
@@ -120,16 +137,26 @@ def _prompt(args: argparse.Namespace, directory: Path, vocabulary: int) -> list[
     return [int(token) for token in tokens]
 
 
-def _devices(wanted: str | None) -> list[Any]:
-    """torch devices of the ranks."""
+def _ranks_on_cards(args: argparse.Namespace, first: list[Path], second: list[Path]) -> int:
+    """Of the wider of the sides that the cuda backend runs."""
+    sides = ((args.a, first), (args.b, second))
+    return max((len(directories) for backend, directories in sides if backend == "cuda"), default=1)
+
+
+def _devices(wanted: str | None, ranks: int) -> list[Any]:
+    """torch devices of the ranks, of which the wider side has so many."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is None:
         return [torch.device("cuda", number) for number in range(min(2, count))] or [torch.device("cpu")]
-    words = wanted.split(",")
     if wanted == "cpu":
         return [torch.device("cpu")]
-    if not all(word.isdecimal() and int(word) < count for word in words):
+    numbers = numbers_of(wanted)
+    if len(numbers) > ranks:
+        raise InputError(
+            f"--devices {wanted}: more cards than ranks, of which there {'is' if ranks == 1 else 'are'} {ranks}."
+        )
+    if max(numbers) >= count:
         raise InputError(f"--devices {wanted}: this machine shows {count} cards.")
-    return [torch.device("cuda", int(word)) for word in words]
+    return [torch.device("cuda", number) for number in numbers]

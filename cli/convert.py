@@ -12,7 +12,9 @@ from ..convert.pipeline import ConversionReport, convert
 from ..convert.quantisers.encoders import DEVICES
 from ..convert.recipe import load_recipe
 from ..convert.source import Source
+from .numbers import whole
 from .progress import byte_bar
+from .reads import ALWAYS, Reads
 
 EXAMPLE = """example:
   duovolt convert Qwen3.8-27B converted
@@ -21,6 +23,9 @@ EXAMPLE = """example:
 
 Weights that the source has in fp8 or nvfp4 keep every word and scale; the recipe is for those that are plain.
 An interrupted run is resumed by the same command; the result is byte for byte that of an unbroken one."""
+
+
+READS = Reads({ALWAYS: "source target recipe mtp_from arithmetic device json workers"})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where values are quantised, the same bytes (default: auto, a CUDA card if there is one and enough to do)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON, tensor by tensor")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
+    parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="threads (default: the cores)")
 
 
 def describe(report: ConversionReport) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..checkpoint.errors import DuovoltError, EnvironmentFault
 from ..convert.standin import HubStandIn
+from .reads import ALWAYS, Reads
 
 EXAMPLE = """example:
   duovolt demo
@@ -27,6 +28,9 @@ The directory stays; running the demo again checks what is there instead of maki
 REPOSITORY = "duovolt/tiny"
 QUESTION = "What does the len function do?"
 START_SECONDS = 90
+
+
+READS = Reads({ALWAYS: "dir question"})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ from ..verify.ranks import open_ranks, rank_directories
 from ..verify.report import Report
 from ..verify.stage import whole_shapes
 from .progress import byte_bar
+from .reads import ALWAYS, Reads
 
 EXAMPLE = """example:
   duovolt dequantize converted plain --dtype bfloat16
@@ -34,6 +35,9 @@ EXAMPLE = """example:
 
 The result is a plain Hugging Face checkpoint: quantised weights decoded, everything else word for word.
 An interrupted run is resumed by the same command."""
+
+
+READS = Reads({ALWAYS: "directory target dtype"})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,9 @@ from ..checkpoint.errors import InputError
 from ..perf.doctor.facts import Probes, examine
 from ..perf.doctor.judge import exit_code, judge, lines
 from ..perf.doctor.probes import MachineProbes
+from .numbers import decimal
 from .progress import time_bar
+from .reads import ALWAYS, Reads
 
 _LONGEST_LOAD = 3600
 EXAMPLE = """examples:
@@ -21,10 +23,13 @@ A line for each thing: good, limited (works, but slower or less), broken, and wh
 tested in both directions, in a process that is killed if it hangs. Exit code 1 if anything is broken."""
 
 
+READS = Reads({ALWAYS: "folder load no_links json"})
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("--folder", type=Path, metavar="DIR", help="measure the disk of this folder")
-    parser.add_argument("--load", type=float, default=0.0, metavar="SECONDS", help="keep all cards at work so long")
+    parser.add_argument("--load", type=decimal, default=0.0, metavar="SECONDS", help="keep all cards at work so long")
     parser.add_argument("--no-links", action="store_true", help="do not test what lies between cards")
     parser.add_argument("--json", action="store_true", help="facts and findings as JSON")
 

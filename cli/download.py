@@ -12,6 +12,8 @@ from tqdm import tqdm
 from ..checkpoint.errors import EnvironmentFault, InputError
 from ..convert.download import DownloadReport, download
 from ..convert.download_progress import NoProgress
+from .numbers import whole
+from .reads import ALWAYS, Reads
 
 EPILOG = """\
 examples:
@@ -24,6 +26,9 @@ hub's cache on this machine is linked (copied on another disk) after its digest 
 written to DST/duovolt-download.json when everything is there and right.
 The token comes from HF_TOKEN or `hf auth login`, and goes to the endpoint alone.
 """
+
+
+READS = Reads({ALWAYS: "repo dst revision endpoint include workers dry_run json"})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="fetch only files that match (may be repeated); what the checkpoint needs must be among them",
     )
-    parser.add_argument("--workers", metavar="N", type=int, default=4, help="files fetched at once (default: 4)")
+    parser.add_argument("--workers", metavar="N", type=whole, default=4, help="files fetched at once (default: 4)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan; write nothing")
     parser.add_argument("--json", action="store_true", help="print the plan or the outcome as JSON")
 
@@ -71,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         progress.close()
     if args.json:
         print(json.dumps(asdict(report), indent=2, default=str))
-    elif args.dry_run or not args.quiet:
+    elif not args.quiet:
         print("\n".join(_plan(report) if args.dry_run else _outcome(report)))
     if args.dry_run and report.needed > report.free:
         raise EnvironmentFault(f"{report.directory}: {_size(report.needed)} needed, {_size(report.free)} free.")

@@ -12,8 +12,10 @@ from ..perf.divergence import Predictor
 from ..perf.quality import Protocol, Quality, measure
 from ..perf.whole_model import whole_model
 from .eval_arithmetic import add_arithmetic, run_arithmetic
-from .eval_server import WEB, add_server, run_compare, run_server
+from .eval_server import PARTS, WEB, add_server, run_compare, run_server
+from .numbers import whole
 from .progress import byte_bar
+from .reads import ALWAYS, Condition, Reads, given, without
 
 EXAMPLE = """example:
   duovolt eval converted
@@ -34,6 +36,30 @@ What the engine's arithmetic costs on this machine's card, at depths of a long t
   duovolt eval ranks1 --arithmetic --text long.txt --paths fp16 int8"""
 
 
+_DIRECTORIES = Condition("for the quality of directories", lambda args: args.directories and not args.arithmetic)
+_SERVER = given("url") & without("arithmetic")
+_TEXT = Condition("for a server's text", lambda args: args.url and "text" in (args.what or PARTS))
+_GRADED = Condition("for a server's graded answers", lambda args: args.url and "graded" in (args.what or PARTS))
+_NEEDLES = Condition("for needles (--kinds)", lambda args: _GRADED.holds(args) and "needle" in args.kinds)
+_COMPARED = Condition("with --against URL", lambda args: (args.against or "").startswith(WEB))
+_ARITHMETIC = given("arithmetic")
+READS = Reads(
+    {
+        ALWAYS: "directories url compare arithmetic json",
+        _DIRECTORIES: "against text words window score_bytes prompts prompt_tokens continuation drafts",
+        _SERVER: "model api_key_file what silence_seconds out",
+        _TEXT: "against text window score_bytes",
+        _TEXT & given("against"): "top",
+        _TEXT & _COMPARED: "against_key_file",
+        _GRADED: "items kinds answer_tokens no_thinking",
+        _NEEDLES: "contexts",
+        _ARITHMETIC: "paths ranks context positions chunk device arch random",
+        _ARITHMETIC & given("random"): "layers seed",
+        _ARITHMETIC & without("random"): "text",
+    }
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument(
@@ -48,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--words", type=Path, help="known words, one a line (default: the bundled list)")
     for field in dataclasses.fields(Protocol):
         name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
+        parser.add_argument(name, type=whole, default=field.default, metavar="N", help=f"default: {field.default}")
     parser.add_argument("--json", action="store_true", help="machine-readable")
     add_server(parser)
     add_arithmetic(parser)
@@ -86,8 +112,8 @@ def comparison(name: str, quality: Quality, first_name: str, first: Quality) -> 
 
 def run(args: argparse.Namespace) -> int:
     if args.arithmetic:
-        if args.url is not None or args.compare is not None or args.against is not None:
-            raise InputError("--arithmetic goes with neither --url nor --compare nor --against.")
+        if args.url is not None or args.compare is not None:
+            raise InputError("--arithmetic goes with neither --url nor --compare.")
         return run_arithmetic(args)
     if sum((bool(args.directories), args.url is not None, args.compare is not None)) != 1:
         raise InputError("eval needs one of: directories, --url of a running server, --compare of two results.")

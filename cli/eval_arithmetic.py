@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.errors import EnvironmentFault, InputError
+from .numbers import cards, numbers_of, whole
 from .progress import byte_bar
 
 if TYPE_CHECKING:
@@ -39,19 +40,23 @@ def add_arithmetic(parser: argparse.ArgumentParser) -> None:
         help="the same conversion split over two, for fp16-2 and int8-2: both ranks on the one card, in turn",
     )  # fmt: skip
     group.add_argument(
-        "--context", type=int, metavar="N", help=f"positions at most (default: {DEFAULT_CONTEXT}, or the text)"
+        "--context", type=whole, metavar="N", help=f"positions at most (default: {DEFAULT_CONTEXT}, or the text)"
     )
-    group.add_argument("--positions", type=int, default=64, metavar="N", help="predictions a depth (default: 64)")
-    group.add_argument("--chunk", type=int, default=2048, metavar="N", help="tokens read at a time (default: 2048)")
+    group.add_argument("--positions", type=whole, default=64, metavar="N", help="predictions a depth (default: 64)")
+    group.add_argument("--chunk", type=whole, default=2048, metavar="N", help="tokens read at a time (default: 2048)")
     group.add_argument(
-        "--device", default="0", metavar="N", help="the card, or cpu for the kernels' references (default: 0)"
+        "--device",
+        type=cards(1),
+        default="0",
+        metavar="N",
+        help="the card, or cpu for the kernels' references (default: 0)",
     )
     group.add_argument("--arch", metavar="ARCH", help="code of the kernels: compute_70 is what a V100's is made from")
     group.add_argument(
         "--random", metavar="NAME|FILE", help="random weights of a configuration's shapes, and random tokens"
     )
-    group.add_argument("--layers", type=int, metavar="N", help="with --random: only the first N layers")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="with --random (default: 0)")
+    group.add_argument("--layers", type=whole, metavar="N", help="with --random: only the first N layers")
+    group.add_argument("--seed", type=whole, default=0, metavar="S", help="with --random (default: 0)")
 
 
 def run_arithmetic(args: argparse.Namespace) -> int:
@@ -132,9 +137,10 @@ def _device(wanted: str):  # type: ignore[no-untyped-def]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise EnvironmentFault("no usable card; --device cpu runs the kernels' torch references, slowly.")
-    if not wanted.isdecimal() or int(wanted) >= count:
+    (number,) = numbers_of(wanted)
+    if number >= count:
         raise InputError(f"--device {wanted}: this machine shows {count} cards.")
-    return torch.device("cuda", int(wanted))
+    return torch.device("cuda", number)
 
 
 def _ranks(args: argparse.Namespace) -> "list[LoadPlan]":

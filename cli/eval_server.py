@@ -22,6 +22,7 @@ from ..perf.served_divergence import against_directory, against_server
 from ..perf.served_text import NoEcho, TextServer, score_text, total
 from ..perf.whole_model import whole_model
 from ..runtime.proxy.key import read_key
+from .numbers import decimal, whole
 from .progress import byte_bar
 
 WEB = ("http://", "https://")
@@ -36,7 +37,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--api-key-file", type=Path, metavar="F", help="its first line is the key")
     server.add_argument("--against-key-file", type=Path, metavar="F", help="the key of --against, if that is a server")
     server.add_argument("--what", nargs="+", choices=PARTS, metavar="PART", help="text, graded (default: both)")
-    server.add_argument("--top", type=int, default=5, metavar="K", help="likeliest tokens for --against (default: 5)")
+    server.add_argument("--top", type=whole, default=5, metavar="K", help="likeliest tokens for --against (default: 5)")
     graded = parser.add_argument_group("graded questions to a server")
     graded.add_argument("--items", type=Path, metavar="FILE", help="your questions, JSON lines, in place of ours")
     graded.add_argument(
@@ -48,13 +49,15 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         help=", ".join(KINDS) + " (default: all)",
     )
     graded.add_argument(
-        "--contexts", type=int, nargs="+", default=[2048, 8192], metavar="N",
+        "--contexts", type=whole, nargs="+", default=[2048, 8192], metavar="N",
         help="tokens of texts that hide a needle (default: 2048 8192)",
     )  # fmt: skip
-    graded.add_argument("--answer-tokens", type=int, default=2048, metavar="N", help="default: 2048, thoughts included")
+    graded.add_argument(
+        "--answer-tokens", type=whole, default=2048, metavar="N", help="default: 2048, thoughts included"
+    )
     graded.add_argument("--no-thinking", action="store_true", help="ask the chat template to leave thinking out")
     graded.add_argument(
-        "--silence-seconds", type=float, default=600.0, metavar="S", help="give up after (default: 600)"
+        "--silence-seconds", type=decimal, default=600.0, metavar="S", help="give up after (default: 600)"
     )
     graded.add_argument("--out", type=Path, metavar="FILE", help="also keep the result there")
     graded.add_argument(
@@ -83,8 +86,6 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--silence-seconds is above 0.")
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise InputError(f"--out {args.out}: no such folder.")
-    if args.against is not None and "text" not in (args.what or PARTS):
-        raise InputError("--against needs --what text.")
 
 
 def run_server(args: argparse.Namespace, text: str) -> int:

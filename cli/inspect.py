@@ -13,6 +13,7 @@ from ..checkpoint.sources import read_form
 from ..model.config import ModelConfig
 from ..model.inventory import inventory
 from ..model.names import family_name
+from .reads import ALWAYS, Reads
 
 LEFT_OUT = "left out"  # scales of activations and of the KV cache, which no weight needs
 
@@ -20,6 +21,9 @@ EXAMPLE = """example:
   duovolt inspect converted
   duovolt inspect ranks/rank-0-of-2 --tensor lm_head.weight
   duovolt inspect Qwen3.8-27B --json"""
+
+
+READS = Reads({ALWAYS: "directory tensor json"})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from ..checkpoint.errors import InputError
 from ..kernels.build import Built, build, sources, write_out
+from .reads import ALWAYS, Reads, valued
 
 EXAMPLE = """examples:
   duovolt kernels build                                  machine code for a V100, into the cache
@@ -19,6 +20,15 @@ EXAMPLE = """examples:
 
 `build` and `report` need neither a GPU nor a CUDA toolkit, only: pip install "duovolt[cuda]"; `report` also
 nvidia-cuda-nvcc-cu12 (ptxas) and, for its loops, the nvdisasm of CUDA 12 or of the triton wheel."""
+
+
+READS = Reads(
+    {
+        ALWAYS: "action json",
+        valued("action", "build", "report", text="of build and report"): "arch",
+        valued("action", "build", text="of build"): "out",
+    }
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +61,8 @@ def _report(args: argparse.Namespace) -> int:
         facts = [dataclasses.asdict(one) | {"share": one.share} for one in found]
         facts += [dataclasses.asdict(one) | {"share": one.share, "tflops": one.tflops} for one in others]
         print(json.dumps(facts, indent=1))
+        return 0
+    if args.quiet:
         return 0
     needed = found[0].needed
     print(f"sm_70, 80 multiprocessors at 1.53 GHz, 900 GB/s: {needed / 1e3:.1f} KB in flight a multiprocessor needed")

@@ -12,6 +12,8 @@ from ..perf.gguf_ledger import gguf_ledger
 from ..perf.ledger import Ledger, Shape, ledger_of
 from ..perf.model_source import sheet_at
 from ..perf.shapes import NAMED
+from .numbers import whole
+from .reads import ALWAYS, Condition, Reads, given
 
 EXAMPLE = f"""examples:
   duovolt ledger converted --tp 2 --drafts 3 --context 8192
@@ -21,6 +23,18 @@ EXAMPLE = f"""examples:
 SRC is a source, converted or rank directory, a GGUF file, a config.json, or one of {", ".join(NAMED)}. Counted is what a
 kernel reads from the card's memory: each matrix once a launch, the embedding by rows, the head whole, KV up to the position,
 the recurrent state read and written. No weight is read. A round with K drafts verifies K + 1 tokens."""
+
+
+OF_FAMILY = Condition(
+    "of the family's checkpoints, which a .gguf is not", lambda args: not str(args.source).endswith(".gguf")
+)
+READS = Reads(
+    {
+        ALWAYS: "source drafts context lanes kv launches json",
+        OF_FAMILY: "recipe tp",
+        OF_FAMILY & given("drafts"): "draft_head",
+    }
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +48,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """The options that say which model and which round."""
     parser.add_argument("source", metavar="SRC", help="directory, .gguf, config.json or known name")
     parser.add_argument("--recipe", metavar="R", help="count what `convert` would make of a source (a name: v100)")
-    parser.add_argument("--tp", type=int, metavar="N", help="ranks (default: a rank directory's own, else 1)")
-    parser.add_argument("--drafts", type=int, default=0, metavar="K", help="tokens drafted a round (default: 0)")
-    parser.add_argument("--context", type=int, default=0, metavar="N", help="tokens in the cache (default: 0)")
-    parser.add_argument("--lanes", type=int, default=1, metavar="L", help="sequences at once (default: 1)")
+    parser.add_argument("--tp", type=whole, metavar="N", help="ranks (default: a rank directory's own, else 1)")
+    parser.add_argument("--drafts", type=whole, default=0, metavar="K", help="tokens drafted a round (default: 0)")
+    parser.add_argument("--context", type=whole, default=0, metavar="N", help="tokens in the cache (default: 0)")
+    parser.add_argument("--lanes", type=whole, default=1, metavar="L", help="sequences at once (default: 1)")
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
     parser.add_argument(
-        "--draft-head", type=int, metavar="ROWS", help="as if there were a draft head of so many rows (0: none)"
+        "--draft-head", type=whole, metavar="ROWS", help="as if there were a draft head of so many rows (0: none)"
     )
 
 
@@ -50,8 +64,6 @@ def ledger_from(args: argparse.Namespace) -> Ledger:
     if args.tp is not None and not 1 <= args.tp <= MAX_RANKS:
         raise InputError(f"--tp {args.tp}: expected 1 to {MAX_RANKS}.")
     if args.source.endswith(".gguf"):
-        if args.recipe is not None or args.draft_head is not None or args.tp not in (None, 1):
-            raise InputError(f"{args.source}: --recipe, --draft-head and --tp are for the family's checkpoints.")
         return gguf_ledger(Path(args.source), shape)
     sheet = sheet_at(args.source, args.tp, args.recipe)
     if args.draft_head is not None:

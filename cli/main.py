@@ -11,10 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from .. import __version__
 from ..checkpoint.errors import DuovoltError
+from .parser import Parser
 
 # Command -> (module in this package, one line of help). A module is only imported when its command runs.
 COMMANDS = {
@@ -50,20 +50,14 @@ BAD_PATH = (
 )  # the user's mistake, not the disk's
 
 
-class _Parser(argparse.ArgumentParser):
-    """Its errors are one line, as all others are: of many options, usage hides what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` shows what there is.\n")
-
-
-def _parser(command: str) -> tuple[argparse.ArgumentParser, object]:
+def _parser(command: str) -> tuple[Parser, object]:
     module_name, summary = COMMANDS[command]
     module = importlib.import_module(f".{module_name}", __package__)
-    parser = _Parser(
+    parser = Parser(
         prog=f"duovolt {command}", description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.configure(parser)
+    parser.reads = getattr(module, "READS", None)  # a command of tasks has one for each of them
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser, module
@@ -118,7 +112,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 2
     parser, module = _parser(command)
     try:
-        args = parser.parse_args(rest)
+        args = parser.parse(rest)
     except SystemExit as stopped:  # argparse has printed help or usage
         return int(stopped.code or 0)
     return int(module.run(args))  # type: ignore[attr-defined]

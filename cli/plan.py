@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.directory import Checkpoint
-from ..checkpoint.errors import EnvironmentFault, InputError
+from ..checkpoint.errors import EnvironmentFault, InputError, without_effect
 from ..checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -16,13 +16,15 @@ from ..checkpoint.manifest import (
     read_manifest,
 )
 from ..convert.plan import PlannedPart, plan_conversion, tensor_records
-from ..convert.recipe import load_recipe
+from ..convert.recipe import DEFAULT_RECIPE, load_recipe
 from ..convert.source import Source
 from ..model.config import FAMILY, ModelConfig
 from ..model.inventory import inventory
 from ..model.memory import kv_bytes_per_token, state_bytes
 from ..model.partition import MAX_RANKS
 from ..shard.plan import plan_rank
+from .numbers import positions, whole
+from .reads import ALWAYS, Reads
 
 EXAMPLE = """example:
   duovolt plan Qwen3.8-27B --tp 2 --max-context 262144
@@ -33,29 +35,23 @@ AUTO = 0
 PLANNED_DRAFTS, PLANNED_CHUNK = 3, 2048  # the server's defaults
 
 
+READS = Reads({ALWAYS: "source recipe mtp_from tp max_context kv json"})
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("source", type=Path, metavar="SRC", help="a source or converted directory")
-    parser.add_argument("--recipe", default="v100", help="built-in recipe or TOML file (default: v100)")
+    parser.add_argument("--recipe", help="built-in recipe or TOML file (default: v100)")
     parser.add_argument("--mtp-from", type=Path, metavar="DIR", help="as for convert")
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    parser.add_argument("--tp", type=whole, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument(
         "--max-context",
-        type=_context,
+        type=positions(1),
         metavar="N",
         help="positions, or auto: the longest that fits a 32 GB card (default: the model's own limit)",
     )
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
     parser.add_argument("--json", action="store_true", help="machine-readable, every tensor")
-
-
-def _context(text: str) -> int:
-    """Positions; 0 for `auto`, as `serve` has it."""
-    if text == "auto":
-        return AUTO
-    if not text.removeprefix("-").isdecimal() or (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of positions, nor auto")
-    return number
 
 
 @dataclass(frozen=True)
@@ -77,16 +73,19 @@ def _made(part: PlannedPart) -> str:
     return "kept as the source has it" if part.imported else "quantised"
 
 
-def planned(source_path: Path, recipe_name: str, mtp_from: Path | None = None) -> PlannedResult:
+def planned(source_path: Path, recipe_name: str | None, mtp_from: Path | None = None) -> PlannedResult:
     """The plan of a source, or the record of a converted directory. Raises InputError for what is refused."""
     if has_manifest(source_path):
         manifest = read_manifest(source_path)
         if manifest.stage != "converted":
             raise InputError(f"{source_path}: a rank directory; plan its source or converted directory.")
+        for option, stated in (("--recipe", recipe_name), ("--mtp-from", mtp_from)):
+            if stated is not None:
+                raise without_effect(option, f"{source_path} is converted already, and its manifest says how")
         config = ModelConfig.of_stage(Checkpoint.open(source_path).config, manifest, str(source_path / "config.json"))
         return PlannedResult(manifest, config, {}, [], manifest.source.dropped)
     source = Source.open(source_path, mtp_from)
-    recipe = load_recipe(recipe_name)
+    recipe = load_recipe(DEFAULT_RECIPE if recipe_name is None else recipe_name)
     plan = plan_conversion(source, recipe)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -143,7 +142,7 @@ def _tensors(manifest: Manifest, config: ModelConfig, made: dict[str, str]) -> l
 
 
 def facts(
-    path: Path, recipe: str, tp: int, max_context: int | None, kv: str, mtp_from: Path | None = None
+    path: Path, recipe: str | None, tp: int, max_context: int | None, kv: str, mtp_from: Path | None = None
 ) -> dict[str, Any]:
     """Everything `plan` prints, as JSON values. `max_context` None: the model's own limit; AUTO: the longest that fits.
 

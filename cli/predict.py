@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..checkpoint.errors import CheckFailed, InputError
+from ..checkpoint.errors import CheckFailed, InputError, without_effect
 from ..checkpoint.stage import disk_errors
 from ..model.partition import MAX_RANKS
 from ..perf.cards import MEASURED, Card, card_names, load_card
@@ -21,7 +21,10 @@ from ..perf.ledger import Shape
 from ..perf.model_source import sheet_at
 from ..perf.predict import CODE, Forecast, Setting, forecast
 from ..perf.variants import Case, variants
+from .ledger import OF_FAMILY
+from .numbers import decimal, whole
 from .predict_published import print_published, print_study
+from .reads import ALWAYS, Reads, given, without
 
 EXAMPLE = """examples:
   duovolt predict qwen3.8-27b --card v100-877 --tp 2 --link nvlink --drafts 3 --context 8192 186000
@@ -33,18 +36,35 @@ SRC as for `ledger`. A card is a curve that `duovolt bench curve --json` measure
 with duovolt, each of which says where its numbers are from. docs/predict.md has the model and how far off it was."""
 
 
+_FORECAST = without("check", "study", "published")
+_OF_FAMILY = _FORECAST & OF_FAMILY
+READS = Reads(
+    {
+        ALWAYS: "check study published",
+        given("check"): "against within json",
+        _FORECAST: "source card context drafts lanes kv host_us kernels launches write json",
+        _FORECAST & given("drafts"): "acceptance",
+        _OF_FAMILY & given("drafts"): "draft_head",
+        _OF_FAMILY: "recipe tp link graphs fuse head",
+        _OF_FAMILY & without("json"): "what_if",
+    }
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("source", nargs="?", metavar="SRC", help="directory, .gguf, config.json or known name")
     parser.add_argument("--card", metavar="C", help=f"{', '.join(card_names())}, a .toml, or a curve's .json")
     parser.add_argument("--recipe", metavar="R", help="as for ledger")
-    parser.add_argument("--tp", type=int, nargs="+", metavar="N", help="ranks, one or several numbers (default: 1)")
-    parser.add_argument("--context", type=int, nargs="+", default=[0], metavar="N", help="tokens in the cache")
-    parser.add_argument("--drafts", type=int, default=0, metavar="K", help="tokens drafted a round (default: 0)")
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1], metavar="L", help="sequences at once (default: 1)")
+    parser.add_argument("--tp", type=whole, nargs="+", metavar="N", help="ranks, one or several numbers (default: 1)")
+    parser.add_argument("--context", type=whole, nargs="+", default=[0], metavar="N", help="tokens in the cache")
+    parser.add_argument("--drafts", type=whole, default=0, metavar="K", help="tokens drafted a round (default: 0)")
+    parser.add_argument(
+        "--lanes", type=whole, nargs="+", default=[1], metavar="L", help="sequences at once (default: 1)"
+    )
     parser.add_argument("--kv", choices=("int8", "fp16"), default="int8", help="form of the KV cache (default: int8)")
-    parser.add_argument("--draft-head", type=int, metavar="ROWS", help="as if there were a draft head (0: none)")
-    parser.add_argument("--acceptance", type=float, default=CODE, metavar="A", help=f"of a draft (default: {CODE})")
+    parser.add_argument("--draft-head", type=whole, metavar="ROWS", help="as if there were a draft head (0: none)")
+    parser.add_argument("--acceptance", type=decimal, default=CODE, metavar="A", help=f"of a draft (default: {CODE})")
     parser.add_argument(
         "--link",
         metavar="L",
@@ -57,9 +77,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="as for serve: launches overlap where the card can, or follow in turn (default: on)",
     )
-    parser.add_argument("--host-us", type=float, default=0.0, metavar="U", help="host time a round (default: 0)")
-    parser.add_argument("--fuse", type=int, default=1, metavar="N", help="linears in a row that are one launch")
-    parser.add_argument("--head", choices=("split", "whole"), default="split", help="rows of the head on each rank")
+    parser.add_argument("--host-us", type=decimal, default=0.0, metavar="U", help="host time a round (default: 0)")
+    parser.add_argument("--fuse", type=whole, default=1, metavar="N", help="linears in a row that are one launch")
+    parser.add_argument("--head", choices=("split", "whole"), help="rows of the head on each rank (default: split)")
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="shares measured by `bench kernels --json`")
     parser.add_argument(
         "--launches", type=Path, nargs="+", metavar="FILE", help="times measured by `bench launches --json`"
@@ -72,7 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--against", type=Path, nargs="+", metavar="FORECAST", help="files of --write")
     parser.add_argument(
-        "--within", type=float, nargs=2, metavar=("MEDIAN", "WORST"), help="fail --check beyond so many percent"
+        "--within", type=decimal, nargs=2, metavar=("MEDIAN", "WORST"), help="fail --check beyond so many percent"
     )
     parser.add_argument("--study", action="store_true", help="reproduce a published bandwidth study")
     parser.add_argument("--published", action="store_true", help="derive published figures of V100s")
@@ -90,7 +110,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
             sheet = sheet.with_draft_head(args.draft_head)
         shape = Shape(context, args.drafts, lanes, args.kv)
         setting = Setting(args.acceptance, args.link or "none", args.host_us, args.graphs == "on")
-        found.append(Case(sheet, shape, setting, args.fuse, args.head == "split"))
+        found.append(Case(sheet, shape, setting, args.fuse, args.head != "whole"))
     return found
 
 
@@ -213,11 +233,18 @@ def run(args: argparse.Namespace) -> int:
         card = card.with_launches(files)
     cases = []
     if args.source.endswith(".gguf"):
-        shapes = [Shape(context, args.drafts, args.lanes[0], args.kv) for context in args.context]
+        shapes = [
+            Shape(context, args.drafts, lanes, args.kv)
+            for lanes, context in itertools.product(args.lanes, args.context)
+        ]
         setting = Setting(args.acceptance, "none", args.host_us)
         found = [forecast(gguf_ledger(Path(args.source), shape), card, setting) for shape in shapes]
     else:
-        cases = [_linked(case, card, args.link) for case in _cases(args)]
+        cases = _cases(args)
+        if all(case.sheet.tp == 1 for case in cases):
+            for option in (name for name in ("link", "head") if getattr(args, name) is not None):
+                raise without_effect(f"--{option}", "one rank has the whole head and exchanges nothing")
+        cases = [_linked(case, card, args.link) for case in cases]
         found = [case.forecast(card) for case in cases]
     written = msgspec.json.format(msgspec.json.encode(record(found)), indent=1) + b"\n"
     if args.write is not None:

@@ -20,7 +20,7 @@ from ..convert.download import download
 from ..convert.download_progress import NoProgress
 from ..convert.draft_head import LISTED
 from ..convert.pipeline import convert
-from ..convert.recipe import Recipe, load_recipe, recorded_recipe
+from ..convert.recipe import DEFAULT_RECIPE, Recipe, load_recipe, recorded_recipe
 from ..convert.source import Source
 from ..model.inventory import DRAFT_IDS
 from ..model.partition import MAX_RANKS
@@ -31,7 +31,6 @@ from .download import TerminalProgress
 from .progress import byte_bar
 
 RANK_NAME = re.compile(r"rank-(\d{1,3})-of-(\d{1,3})")
-DEFAULT_RECIPE = "v100"
 
 
 @dataclass

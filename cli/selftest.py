@@ -8,6 +8,7 @@ from ..checkpoint.errors import InputError
 from ..perf.doctor.probes import MachineProbes
 from ..perf.selftest import read_report, selftest
 from ..perf.selftest_report import report_lines
+from .reads import ALWAYS, Reads, without
 
 DEFAULT = Path("duovolt-selftest.json")
 EXAMPLE = """examples:
@@ -19,6 +20,9 @@ Known answers of every kernel family, with the card's build and with what a V100
 the card; its bandwidth; four layers of the 27B. Without a card: torch's answers on this CPU, and what could not be done.
 The report holds no content, no names of hosts or users, no paths, serial numbers or addresses: it can be sent.
 Exit code 1 if an answer is wrong."""
+
+
+READS = Reads({ALWAYS: "read json", without("read"): "out quick"})
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint.errors import InputError
 from .layers import Option, add_options, settle, truth
+from .numbers import cards, memory, positions, seconds, whole_from
+from .reads import ALWAYS, Condition, Reads, given, valued
 
 EXAMPLE = """examples:
   duovolt serve ranks/ --lanes 2 --max-context 32768
@@ -18,20 +19,39 @@ EXAMPLE = """examples:
 
 --backend scripted:FILE answers from JSON lines {"blocks": [[ids...], ...], "delay_ms": 0} (for tests)."""
 
+_FOR_CARDS = Condition("by the cuda backend", lambda args: args.backend in ("auto", "cuda"))
+_ON_CARDS = Condition("on cards", lambda args: args.devices != "cpu")
+_MODEL = Condition("by a model, not a script", lambda args: not args.backend.startswith("scripted"))
+READS = Reads(
+    {
+        ALWAYS: "config ranks backend lanes max_context prefix_cache host port api_key_file tls_cert tls_key cors_origin "
+        "log_requests allow_image_urls max_waiting drain_seconds watchdog_seconds drafts drafts_from prefill_chunk",
+        _FOR_CARDS: "devices kv attention head_split delta",
+        _FOR_CARDS & _ON_CARDS: "graphs collective",
+        _FOR_CARDS & valued("graphs", "off"): "graphs",  # as it is without cards
+        _FOR_CARDS & given("drafts"): "draft_window",
+        _MODEL & given("drafts"): "draft_head",
+        given("prefix_cache"): "prefix_interval",
+        given("log_requests"): "log_content",
+        given("max_waiting"): "max_wait_seconds",
+    },
+    layered=True,
+)
+
 
 def server_options() -> list[Option]:
     return [
         Option("backend", str, "auto (cards that fit, else the reference), cuda, reference or scripted:FILE"),
         Option(
             "devices",
-            _devices,
+            cards(),
             "cards of the ranks, by number as the driver's tool lists them (default: the first ones); one card twice (0,0): "
             "both ranks on it, slow, to try two ranks; cpu: the kernels' torch references, slow, for tests",
             metavar="N[,N]",
         ),
         Option(
             "max-context",
-            _context,
+            positions(2),
             "tokens of prompt and answer together, or auto: the longest that fits the cards (default: auto on cards, else "
             "the model's, up to 32768)",
             metavar="N",
@@ -52,7 +72,8 @@ def server_options() -> list[Option]:
         Option(
             "graphs",
             _one_of("on", "serial", "off"),
-            "rounds as captured graphs, on cards; serial: no launch begins before the last has ended (default: on)",
+            "rounds and chunks of prompts as captured graphs, on cards; serial: no launch begins before the last has ended "
+            "(default: on)",
         ),
         Option(
             "delta",
@@ -67,11 +88,11 @@ def server_options() -> list[Option]:
         ),
         Option(
             "draft-window",
-            _integer(0),
+            whole_from(0),
             "tokens of context that drafting looks at, on cards; 0: all (default: 0)",
         ),
-        Option("lanes", _integer(1, 4), "answers made at once, 1 to 4 (default: 1)"),
-        Option("drafts", _integer(0, 5), "tokens drafted a round, 0 to 5 (default: 3)"),
+        Option("lanes", whole_from(1, 4), "answers made at once, 1 to 4 (default: 1)"),
+        Option("drafts", whole_from(0, 5), "tokens drafted a round, 0 to 5 (default: 3)"),
         Option(
             "draft-head",
             _one_of("auto", "on", "off"),
@@ -80,16 +101,18 @@ def server_options() -> list[Option]:
         Option(
             "drafts-from", Path, "JSON list of lists: the drafts of each round (for tests)", metavar="FILE", place=True
         ),
-        Option("prefill-chunk", _integer(1), "prompt tokens a step (default: 2048 for one lane on cards, else 512)"),
+        Option("prefill-chunk", whole_from(1), "prompt tokens a step (default: 2048 for one lane on cards, else 512)"),
         Option(
             "prefix-cache",
-            _memory,
+            memory,
             "host memory a rank may fill with the states of prompts it has read, such as 512M or 4G, or off (default: 2G)",
             metavar="SIZE",
         ),
-        Option("prefix-interval", _integer(64, 1 << 24), "tokens between the states of a long prompt (default: 8192)"),
+        Option(
+            "prefix-interval", whole_from(64, 1 << 24), "tokens between the states of a long prompt (default: 8192)"
+        ),
         Option("host", str, "address to listen on (default: 127.0.0.1)"),
-        Option("port", _integer(0, 65535), "port to listen on, 0 for any free one (default: 8000)"),
+        Option("port", whole_from(0, 65535), "port to listen on, 0 for any free one (default: 8000)"),
         Option(
             "api-key-file",
             Path,
@@ -117,10 +140,12 @@ def server_options() -> list[Option]:
         Option(
             "allow-image-urls", truth, "also read pictures by http and https URL, from public addresses (default: no)"
         ),
-        Option("max-waiting", _integer(0), "requests that may wait for a lane (default: 64)"),
-        Option("max-wait-seconds", _seconds(False), "a request that waits longer for a lane gets 503 (default: 600)"),
-        Option("drain-seconds", _seconds(True), "time for running answers at SIGTERM (default: 10)"),
-        Option("watchdog-seconds", _seconds(False), "a step longer than this is a hang (default: 180)"),
+        Option("max-waiting", whole_from(0), "requests that may wait for a lane (default: 64)"),
+        Option(
+            "max-wait-seconds", seconds(zero=False), "a request that waits longer for a lane gets 503 (default: 600)"
+        ),
+        Option("drain-seconds", seconds(zero=True), "time for running answers at SIGTERM (default: 10)"),
+        Option("watchdog-seconds", seconds(zero=False), "a step longer than this is a hang (default: 180)"),
     ]
 
 
@@ -140,12 +165,12 @@ def run(args: argparse.Namespace) -> int:
     from ..runtime.proxy.options import ServeOptions
     from ..runtime.proxy.server import serve
 
-    given = settle(args, [*server_options(), Option("ranks", Path, "", metavar="a folder", place=True)])
-    if "ranks" not in given:
+    stated = settle(args, [*server_options(), Option("ranks", Path, "", metavar="a folder", place=True)])
+    if "ranks" not in stated:
         raise InputError("RANKS is missing: name the folder of ranks, or set ranks in --config FILE or DUOVOLT_RANKS.")
-    if given.get("log_content") and "log_requests" not in given:
-        raise InputError("--log-content adds to the log of --log-requests, which is not given.")
-    return serve(ServeOptions(**given, quiet=args.quiet))
+    options = ServeOptions(**stated, quiet=args.quiet)
+    READS.refuse_unread(argparse.Namespace(**vars(options)), stated)
+    return serve(options)
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -153,57 +178,5 @@ def _one_of(*words: str) -> Callable[[str], str]:
         if text not in words:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
         return text
-
-    return parse
-
-
-def _context(text: str) -> int:
-    """Tokens; 0 for `auto`."""
-    return 0 if text == "auto" else _integer(2)(text)
-
-
-def _devices(text: str) -> str:
-    words = text.split(",")
-    if text != "cpu" and not all(word.isdecimal() and len(word) < 5 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor numbers of cards with commas between")
-    return text
-
-
-def _memory(text: str) -> int:
-    """Bytes from a number with K, M, G or T behind it; none from "off"."""
-    if text == "off":
-        return 0
-    unit = "KMGT".find(text[-1:].upper()) + 1 if text else 0
-    digits = text[:-1] if unit else text
-    if not _is_number(digits) or int(digits) << 10 * unit >= 1 << 50:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither off nor a size such as 512M or 4G")
-    return int(digits) << 10 * unit
-
-
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text) if _is_number(text) else -1
-        if value < low or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"{low} to {high}"
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number, {bounds}")
-        return value
-
-    return parse
-
-
-def _is_number(text: str) -> bool:
-    """True for digits that Python reads as a number: not of other scripts, and not thousands of them."""
-    return text.isascii() and text.isdecimal() and len(text) < 20
-
-
-def _seconds(zero: bool) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-        return value
 
     return parse

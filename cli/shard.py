@@ -7,7 +7,9 @@ from pathlib import Path
 from ..checkpoint.directory import Checkpoint, require_report_place
 from ..checkpoint.manifest import read_manifest
 from ..shard.split import ShardReport, shard
+from .numbers import whole
 from .progress import byte_bar
+from .reads import ALWAYS, Reads
 
 EXAMPLE = """example:
   duovolt shard converted ranks --tp 2
@@ -16,12 +18,15 @@ EXAMPLE = """example:
 An interrupted run is resumed by the same command."""
 
 
+READS = Reads({ALWAYS: "converted target tp rank json"})
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("converted", type=Path, metavar="CONVERTED", help="what `duovolt convert` wrote")
     parser.add_argument("target", type=Path, metavar="DST", help="folder for the rank-R-of-N directories")
-    parser.add_argument("--tp", type=int, required=True, metavar="N", help="number of ranks (cards)")
-    parser.add_argument("--rank", type=int, metavar="R", help="write this rank alone (default: all)")
+    parser.add_argument("--tp", type=whole, required=True, metavar="N", help="number of ranks (cards)")
+    parser.add_argument("--rank", type=whole, metavar="R", help="write this rank alone (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
 
 

@@ -11,7 +11,9 @@ from ..model.partition import MAX_RANKS
 from ..perf.releases import RELEASES
 from ..perf.shapes import NAMED, configuration
 from ..perf.synth import Specimen, write_source, write_stages
+from .numbers import whole
 from .progress import byte_bar
+from .reads import ALWAYS, Reads, valued
 
 EXAMPLE = f"""examples:
   duovolt synth headers --config qwen3.8-27b --release qwen3.8-fp8 --fill sparse
@@ -25,21 +27,30 @@ Sparse files have true headers and full size, but holes for data: `inspect` and 
 The same configuration, release and seed give the same bytes on any number of threads."""
 
 
+READS = Reads(
+    {
+        ALWAYS: "target config release layers fill stage tp",
+        valued("fill", "random"): "seed workers",
+        valued("stage", "converted", "ranks"): "recipe",
+    }
+)
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLE
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write (new or empty)")
     parser.add_argument("--config", required=True, metavar="NAME|FILE", help=f"{', '.join(NAMED)}, or a config.json")
     parser.add_argument("--release", choices=tuple(RELEASES), default="bf16", help="whose form (default: bf16)")
-    parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument("--layers", type=whole, metavar="N", help="only the first N layers")
     parser.add_argument("--fill", choices=("random", "sparse"), default="random", help="default: random")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random words (default: 0)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="S", help="of the random words (default: 0)")
     parser.add_argument(
         "--stage", choices=("source", "converted", "ranks"), default="source",
         help="what DST shall hold (default: source); later stages run the real convert and shard",
     )  # fmt: skip
-    parser.add_argument("--tp", type=int, metavar="N", help="number of ranks, for --stage ranks")
+    parser.add_argument("--tp", type=whole, metavar="N", help="number of ranks, for --stage ranks")
     parser.add_argument("--recipe", default="v100", help="for the later stages (default: v100)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="threads (default: the cores)")
+    parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="threads (default: the cores)")
 
 
 def _check(args: argparse.Namespace) -> None:

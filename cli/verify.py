@@ -14,6 +14,7 @@ from ..verify.findings import Places, findings
 from ..verify.proofs import verify, work_bytes
 from ..verify.report import Proof, Report, describe_errors
 from .progress import byte_bar
+from .reads import ALWAYS, Reads, given
 
 EXAMPLE = """example:
   duovolt verify --source Qwen3.8-27B --converted converted --ranks ranks
@@ -30,6 +31,18 @@ again is refused with the reason, and nothing is ever deleted."""
 
 LISTED = 5
 WORDS = {"proved": "proved ", "failed": "FAILED ", "skipped": "skipped"}
+
+
+READS = Reads(
+    {
+        ALWAYS: "downloaded source converted ranks repair json",
+        given("source"): "mtp_from",
+        given("repair"): "quarantine",
+        given("downloaded"): "quarantine",
+        given("repair") & given("converted"): "recipe",
+        given("repair") & given("downloaded"): "endpoint",
+    }
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from ..checkpoint.digest import digest_bytes
 from ..checkpoint.directory import read_json, read_text
 from ..checkpoint.errors import InputError
 from ..checkpoint.layouts import ROWS
+from ..checkpoint.numbers import is_count
 from .recipe import Recipe
 from .source import Source
 
@@ -61,7 +62,7 @@ def _listed_ids(path: Path) -> Iterator[int]:
         raise InputError(f"{path}: {LISTED}: an empty list. Give token ids, one a line, or leave the list out.")
     for number, line in enumerate(lines, 1):
         word = line.split()[0] if line.split() else ""
-        if not (word.isascii() and word.isdecimal() and len(word) < 10):
+        if not (is_count(word, 9)):
             raise InputError(f"{path}: line {number} is {line[:40]!r}, expected a token id.")
         yield int(word)
 

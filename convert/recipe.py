@@ -16,6 +16,7 @@ from ..model.config import ModelConfig
 from ..model.inventory import TensorSpec, inventory
 from .quantisers import QUANTISERS
 
+DEFAULT_RECIPE = "v100"
 KEEP = "keep"
 LAYER_KINDS = frozenset({"self_attn", "linear_attn"})  # a layer has one of them
 MAX_RECIPE = 4 << 20  # bytes

@@ -22,12 +22,14 @@ ROWS = {True: 64, False: 56}  # query rows (tokens x heads of a kv head) a block
 def gather(cache: KVCache, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Keys (as the cache has them, turned if int8) and values of the first `length` positions: fp16 [KV heads, length, 256].
 
-    table int32 [pages], the pages of the sequence in order, on the cache's device. Raises InputError where it is too short
-    or does not fit, EnvironmentFault if the kernel cannot start.
+    table int32 [pages], the pages of the sequence in order, on the cache's device. They lie in memory for all positions of
+    `table`: pieces that grew from chunk to chunk would be of no use to the next, and the allocator keeps each.
+    Raises InputError where the table is too short or does not fit, EnvironmentFault if the kernel cannot start.
     """
     device = cache.keys.device
     check_table(cache, table, length)
-    keys, values = (torch.empty(cache.kv_heads, length, DIM, dtype=torch.float16, device=device) for _ in range(2))
+    room = torch.empty(2, cache.kv_heads * table.shape[0] * PAGE * DIM, dtype=torch.float16, device=device)
+    keys, values = (part[: cache.kv_heads * length * DIM].view(cache.kv_heads, length, DIM) for part in room)
     launch(
         SOURCE,
         "gather_int8" if cache.is_int8 else "gather_fp16",

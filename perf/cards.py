@@ -16,6 +16,7 @@ import msgspec
 from ..checkpoint.directory import read_text
 from ..checkpoint.encodings import tile_of, words_of
 from ..checkpoint.errors import InputError, one_line
+from ..checkpoint.numbers import is_count
 from .curve import READ, Curve, Point, Series, read_curve
 from .launch_file import Chain, LaunchTimes, at_bytes, by_key, is_within
 from .ledger import Launch, Ledger
@@ -135,7 +136,7 @@ class Card:
                 if points := self.exact.get(key):
                     return points[0][1]
             raise InputError(f"{self.name}: `{launch.key}` was not measured between two cards: give --link.")
-        if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", link):
+        if re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", link):
             return float(link) * 1e-6
         if link not in self.links:
             known = ", ".join(["none", *self.links, "or microseconds"])
@@ -239,7 +240,7 @@ def _from_form(form: CardForm, where: str) -> Card:
     shares: dict[str, dict[int, float]] = {}
     for key, found in form.share.items():
         table = found if isinstance(found, dict) else {"1": found}
-        if not table or not all(tokens.isdecimal() and len(tokens) < 6 for tokens in table):
+        if not table or not all(is_count(tokens, 5) for tokens in table):
             raise ValueError(f"share {key!r}: tokens are whole numbers")
         shares[key] = {int(tokens): share for tokens, share in table.items()}
         if not all(0 < share <= 2 for share in shares[key].values()):

@@ -35,7 +35,10 @@ class Trial:
 
 
 def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
-    """Measures and returns the best choice found; `tell` gets a line a trial."""
+    """Measures and returns the best choice found; `tell` gets a line a trial.
+
+    Launches overlap where the card can, as in the engine's rounds: what is best in turn need not be best there.
+    """
     cases = {case.name: case for case in CASES if _used(case.name)}
     sets = {name: _weights(case, device) for name, case in cases.items()}
 
@@ -45,7 +48,8 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
             with using(chosen):
                 for name in names:
                     for tokens in TOKENS:
-                        times.append(time_graph(launches(cases[name], sets[name], tokens, device)) * 1e6)
+                        calls = launches(cases[name], sets[name], tokens, device)
+                        times.append(time_graph(calls, overlap=True) * 1e6)  # as the engine's rounds have them
         except EnvironmentFault as fault:  # more shared memory than the card has
             tell(f"{told(chosen)}: {fault}")
             return math.inf

@@ -17,6 +17,12 @@ def sections(files: Sequence[LaunchTimes]) -> str:
     """[small]'s gaps, [kernel_us] and [overlap] as lines of TOML, microseconds: means over what was measured."""
     lines = [f"# `bench launches --card-file`, of {_sources(files)}"]
     chains = [chain for file in files for chain in file.chains if not chain.fault]
+    lines += [
+        f"# left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}"
+        for file in files
+        for chain in file.chains
+        if chain.fault
+    ]
     overlapped = [gap for chain in chains if (gap := chain.gap_overlapped) is not None]
     if chains:
         lines += ["[small]", f"gap_us = {1e6 * fmean(chain.gap for chain in chains):.2f}"]

@@ -10,7 +10,7 @@ from ..checkpoint.layouts import CANONICAL
 from ..checkpoint.manifest import DRAFT_HEAD, Manifest, has_manifest, read_manifest
 from ..checkpoint.sources import read_form
 from ..convert.plan import plan_conversion
-from ..convert.recipe import load_recipe
+from ..convert.recipe import DEFAULT_RECIPE, load_recipe
 from ..convert.source import Source
 from ..model.config import ModelConfig, without_mtp
 from ..model.inventory import head_of, inventory
@@ -18,8 +18,6 @@ from ..model.names import family_names
 from .moe import is_moe, moe_sheet
 from .shapes import NAMED, configuration
 from .sheet import Sheet, sheet_of
-
-DEFAULT_RECIPE = "v100"
 
 
 @dataclass(frozen=True)

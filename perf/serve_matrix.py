@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..checkpoint.errors import EnvironmentFault, InputError
+from ..checkpoint.numbers import is_count
 from . import materials
 from .serve_record import Answer, Head, Journal, Mode, Record, Settings, read_record
 from .serve_stream import Endpoint, Streamed
@@ -84,7 +85,7 @@ def ask_server(endpoint: Endpoint, model: str | None) -> Server:
         facts,
         _machine(endpoint, own is not None),
         limit if type(limit) is int and limit > 0 else None,
-        int(lanes) if lanes.isdecimal() else None,
+        int(lanes) if is_count(lanes) else None,
     )
 
 

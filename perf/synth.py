@@ -33,6 +33,8 @@ Advance = Callable[[int], None]
 METADATA = {"format": "pt"}
 # Files of the bundled model that make a synthetic one answer requests, where its vocabulary is large enough.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json")
+MEDIA_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 @dataclass(frozen=True)
@@ -106,20 +108,46 @@ def _write_filled(
         return writer.close()
 
 
+@dataclass(frozen=True)
+class _Serving:
+    """What makes a specimen answer requests: side files, and the ids that the tokenizer among them has for media."""
+
+    files: dict[str, bytes]
+    ids: dict[str, int]
+
+
+def _serving_files(specimen: Specimen) -> _Serving:
+    """Of the bundled model, its processors with the extents of the specimen's own tower and the family's sizes; none for a
+    vocabulary that is smaller than the tokenizer."""
+    bundled = resources.files("duovolt.tiny") / "checkpoint"
+    known = json.loads((bundled / "config.json").read_text())
+    if specimen.model.text.vocab_size < known["text_config"]["vocab_size"]:
+        return _Serving({}, {})
+    files = {name: (bundled / name).read_bytes() for name in TOKENIZER}
+    if (vision := specimen.model.vision) is not None:
+        extents = {
+            "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+        }
+        for name in PROCESSORS:
+            settings = json.loads((bundled / name).read_text())
+            del settings["size"]  # the tiny model's own
+            files[name] = json_bytes(settings | extents)
+    return _Serving(files, {name: known[name] for name in MEDIA_IDS if name in specimen.config})
+
+
 def _side_files(specimen: Specimen) -> dict[str, bytes]:
+    served = _serving_files(specimen)
     quantisation = specimen.form.declare(specimen.model)
-    config = specimen.config | ({} if quantisation is None else {QUANTIZATION_CONFIG: quantisation})
+    config = specimen.config | served.ids | ({} if quantisation is None else {QUANTIZATION_CONFIG: quantisation})
     found = {"config.json": json_bytes(config)}
     if quantisation is not None and specimen.form.hf_quant:
         stated = {key: value for key, value in quantisation.items() if key in ("quant_algo", "quantized_layers")}
         producer = {"name": "modelopt", "version": "0.47.0"}
         both = {"producer": producer, "quantization": stated | {"kv_cache_quant_algo": None}}
         found[HF_QUANT_CONFIG] = json_bytes(both)
-    bundled = resources.files("duovolt.tiny") / "checkpoint"
-    known = json.loads((bundled / "config.json").read_text())["text_config"]["vocab_size"]
-    if specimen.model.text.vocab_size >= known:
-        found |= {name: (bundled / name).read_bytes() for name in TOKENIZER}
-    return found
+    return found | served.files
 
 
 def write_source(target: Path, specimen: Specimen, workers: int, advance: Advance) -> int:

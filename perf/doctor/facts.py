@@ -185,5 +185,9 @@ def examine(
         software=probes.software(),
         host=probes.host(folder),
         links=[probes.link(first, second) for first, second in pairs] if links else [],
-        load=probes.load(cards, load_seconds, tell) if cards and load_seconds > 0 else None,
+        load=_load(probes, cards, load_seconds, tell) if load_seconds > 0 else None,
     )
+
+
+def _load(probes: Probes, cards: list[Card], seconds: float, tell: Callable[[float], None]) -> Load:
+    return probes.load(cards, seconds, tell) if cards else Load(0.0, [], "no card is seen")

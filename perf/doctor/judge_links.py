@@ -103,6 +103,11 @@ def _way(way: Way) -> str:
 
 
 def _load(cards: list[Card], load: Load) -> Iterator[Finding]:
+    if not cards:
+        yield Finding(
+            "broken", "load", "there is no card to keep at work", "leave --load out, or see to the cards first"
+        )
+        return
     if load.fault is not None:
         yield Finding(
             "broken", "load", f"it ended early: {load.fault}", "see `dmesg` for Xid errors; test each card alone"

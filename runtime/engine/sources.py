@@ -14,6 +14,7 @@ from ...checkpoint.manifest import TensorRecord, has_manifest, read_manifest
 from ...model.config import ModelConfig
 from ...model.inventory import check_closed, inventory
 from ...model.partition import Split, split_of
+from .digests import check_digests
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class WeightSource:
     summed  names cut along their input axis: their products are summed over the ranks
     cut     names cut along their output axis
     read    name -> float32 values
+    check   compares every tensor and file with the manifest's digests, where there is one; raises CheckFailed, InputError
     """
 
     where: str
@@ -34,6 +36,7 @@ class WeightSource:
     summed: frozenset[str]
     cut: frozenset[str]
     read: Callable[[str], np.ndarray]
+    check: Callable[[], None] = lambda: None
 
 
 def open_source(directory: Path) -> WeightSource:
@@ -94,6 +97,7 @@ def _from_manifest(directory: Path) -> WeightSource:
         frozenset(name for name, axis in axes.items() if axis == 1),
         frozenset(name for name, axis in axes.items() if axis == 0),
         lambda name: read_weight(checkpoint, manifest, name),
+        lambda: check_digests(checkpoint, manifest),
     )
 
 

@@ -234,7 +234,9 @@ def _tied_head(embed: Tensor, source: WeightSource) -> tuple[Tensor, bool]:
 
 
 def load_weights(source: WeightSource) -> ModelWeights:
-    """Read every weight exactly once. Raises InputError naming a weight of a wrong shape or left over."""
+    """Read every weight exactly once, after its digest. Raises InputError naming a weight of a wrong shape or left over, and
+    CheckFailed for a damaged one."""
+    source.check()
     config, taker = source.config, _Taker(source)
     embed = taker.take(EMBED)
     counts = dict.fromkeys(config.text.layer_types, 0)

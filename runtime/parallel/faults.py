@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 
 from ...checkpoint.errors import InputError
+from ...checkpoint.numbers import is_count
 
 MAILBOX_DOOR = "DUOVOLT_MAILBOX_FAULT"
 LOCKSTEP_DOOR = "DUOVOLT_LOCKSTEP_FAULT"
@@ -77,8 +78,8 @@ def trial_fault(way: str) -> str:
 def _read(text: str, door: str) -> Fault:
     kinds, delays = _KINDS[door], door in _WITH_DELAY
     parts = text.split(":")
-    valid = len(parts) == 3 and parts[0] in ("0", "1") and parts[1].isdecimal()
-    if not valid or not (parts[2] in kinds or (delays and parts[2].isdecimal())):
+    valid = len(parts) == 3 and parts[0] in ("0", "1") and is_count(parts[1])
+    if not valid or not (parts[2] in kinds or (delays and is_count(parts[2]))):
         what = " or ".join(kinds) + (" or a delay in milliseconds" if delays else "")
         raise InputError(f"{door}={text!r}: expected RANK:NUMBER:KIND with rank 0 or 1 and kind {what}")
     return Fault(int(parts[0]), int(parts[1]), parts[2])

@@ -7,6 +7,7 @@ each rank has received (the smaller count is admitted by both) and which request
 from __future__ import annotations
 
 import struct
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from ...checkpoint.errors import CheckFailed
 from ..messages import StepRecord
 from .faults import LOCKSTEP_DOOR, read_fault
 from .region import RECORD_WORDS, Region
+from .turns import Turns
 from .waiting import wait_for
 
 KINDS = ("admit", "prefill", "round", "idle")
@@ -74,12 +76,14 @@ class SharedLockstep:
         self._mine = _buffers(region, rank)
         self._theirs = _buffers(region, 1 - rank)
         self._timeout_seconds = timeout_seconds
+        self._turns = Turns(region, rank)
         self._sequence = 0
         self._rounds = 0
         self._fault = read_fault(LOCKSTEP_DOOR)
 
     def agree(self, record: StepRecord, received: int, cancel_mask: int) -> Agreement:
         """Exchange records. Raises LockstepFailure with both records if they differ, LockstepTimeout if none comes."""
+        began_ns = time.monotonic_ns()
         self._sequence += 1
         sent = self._with_fault(record)
         mine = _pack(self._sequence, sent, received, cancel_mask)
@@ -94,6 +98,7 @@ class SharedLockstep:
 
         data = wait_for(look, self._timeout_seconds)
         if data is None:
+            self._turns.take(began_ns, self._timeout_seconds)
             raise LockstepTimeout(
                 f"rank {self.rank}: no lockstep record {self._sequence} from rank {1 - self.rank} "
                 f"within {self._timeout_seconds:g} s; own record: {sent}"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ...checkpoint.errors import CheckFailed
 from .faults import MAILBOX_DOOR, Fault, read_fault
 from .region import Region
+from .turns import Turns
 from .waiting import wait_for
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Mailbox:
         self._inbox = region.inboxes[rank]
         self._peer_inbox = region.inboxes[1 - rank]
         self._wraps = region.wraps
+        self._turns, self._began_ns = Turns(region, rank), 0
         self._generation = 0
         self._slot = self._inbox.shape[1] - 1
         self._fault: Fault | None = read_fault(MAILBOX_DOOR)
@@ -93,6 +95,7 @@ class Mailbox:
             self.timeout_seconds = usual
 
     def _begin_step(self) -> None:
+        self._began_ns = time.monotonic_ns()
         self._stale = self._drop = False
         if self._fault is not None and self._fault.due(self.rank, self.step):
             kind = self._fault.kind
@@ -131,6 +134,7 @@ class Mailbox:
             self._broken = True
             if self._gone is not None and self._gone():
                 raise MailboxTimeout(f"rank {self.rank}: rank {1 - self.rank} ended before mailbox step {self.step}")
+            self._turns.take(self._began_ns, self.timeout_seconds, self._gone)
             raise MailboxTimeout(
                 f"rank {self.rank}: no answer from rank {1 - self.rank} at mailbox step {self.step} "
                 f"within {self.timeout_seconds:g} s; its log tells why"

@@ -2,7 +2,7 @@
 
 | words | what | written by |
 |---|---|---|
-| 2 ranks x 8 | progress: steps done, 1 while busy, monotonic time of the last step in ns | its rank |
+| 2 ranks x 8 | progress: steps done, 1 while busy, monotonic ns of the last step, and of where a wait in vain began | its rank |
 | 2 ranks x 2 x 16 | lockstep record, double-buffered | its rank |
 | 2 ranks x 8 | mailbox wrap generation | the peer |
 | 2 ranks x 2 x (1 + slot) | mailbox inbox, double-buffered | the peer |
@@ -34,6 +34,7 @@ class Region:
         words = np.frombuffer(memory, dtype=np.uint64)
         assert words.size == region_bytes(slot_words) // 8, (words.size, slot_words)
         self.progress = words[:_PROGRESS].reshape(RANKS, 8)
+        self.expired = self.progress[:, 3]
         self.records = words[_PROGRESS : _PROGRESS + _RECORDS].reshape(RANKS, 2, RECORD_WORDS)
         self.wraps = words[_PROGRESS + _RECORDS : _PROGRESS + _RECORDS + _WRAPS].reshape(RANKS, 8)
         self.inboxes = words[_PROGRESS + _RECORDS + _WRAPS :].reshape(RANKS, 2, 1 + slot_words)

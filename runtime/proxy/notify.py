@@ -7,6 +7,8 @@ import contextlib
 import os
 import socket
 
+from ...checkpoint.numbers import is_count
+
 
 def notify(state: str, patience_seconds: float = 1.0) -> None:
     """Tell it `state`, such as READY=1; nothing happens where nobody listens, and a listener that is full is not waited
@@ -24,7 +26,7 @@ def notify(state: str, patience_seconds: float = 1.0) -> None:
 async def keep_alive() -> None:
     """Tell a service manager that watches this process, for ever and twice as often as it asks, that the loop turns."""
     limit, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
-    if not limit.isdecimal() or not int(limit) or pid not in ("", str(os.getpid())):
+    if not is_count(limit) or not int(limit) or pid not in ("", str(os.getpid())):
         return
     while True:
         notify("WATCHDOG=1", patience_seconds=0.0)

@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 from ...checkpoint.directory import read_json
-from ...checkpoint.errors import EnvironmentFault, InputError
+from ...checkpoint.errors import EnvironmentFault, InputError, without_effect
 from ...checkpoint.manifest import has_manifest, read_manifest
 from ...model.config import ModelConfig
 from ..parallel.choice import Choice, Wish, choose
@@ -108,8 +108,11 @@ def make_plan(options: ServeOptions) -> ServePlan:
         )
     if options.drafts_from is not None:
         _check_drafts(options.drafts_from, tokenizer)
+    _check_read(options, len(directories))
     template, keys = ChatTemplate(directories[0], tokenizer), KeyRing(read_keys(options.api_key_file))
     pictures = PictureReader.of(directories[0], config, tokenizer, options.allow_image_urls)
+    if options.allow_image_urls and pictures is None:
+        raise without_effect("--allow-image-urls", f"the model of {options.ranks} reads no pictures")
     backend, cards, notice = _settle(backend, options, directories, drafts)
     return ServePlan(
         options,
@@ -127,6 +130,14 @@ def make_plan(options: ServeOptions) -> ServePlan:
         choose(cast(Wish, options.collective), cards.uuids) if cards is not None and len(cards.uuids) == 2 else None,
         notice,
     )
+
+
+def _check_read(options: ServeOptions, ranks: int) -> None:
+    """Raises InputError for what one rank has no use for: it has the whole head, and nobody to exchange with."""
+    if ranks == 1 and options.collective != "auto":
+        raise without_effect("--collective", f"{options.ranks} is one rank, which exchanges nothing")
+    if ranks == 1 and options.head_split == "on":
+        raise without_effect("--head-split", f"{options.ranks} is one rank, which has the whole head")
 
 
 def _settle(

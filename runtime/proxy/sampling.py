@@ -11,7 +11,7 @@ import msgspec
 
 from ..messages import SamplingParams
 from .errors import bad_request
-from .schema import GenerationDefaults, SamplingBody
+from .schema import ChatBody, CompletionBody, GenerationDefaults, SamplingBody
 from .tokenizer import TextTokenizer
 
 MAX_STOPS = 16
@@ -58,6 +58,16 @@ def build_sampling(
 def for_choice(params: SamplingParams, number: int) -> SamplingParams:
     """The parameters of choice `number` of a request: the same but for the seed, which counts on from the first's."""
     return msgspec.structs.replace(params, seed=(params.seed + number) % _SEEDS)
+
+
+def asked_length(body: ChatBody | CompletionBody) -> tuple[int | None, str]:
+    """(tokens asked for, by the field of which name): some clients send both fields. Raises ApiError if they differ."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise bad_request(
+            f"max_tokens is {old}, max_completion_tokens {new}: send one of them", "max_completion_tokens"
+        )
+    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
 def stop_strings(body: SamplingBody) -> list[str]:

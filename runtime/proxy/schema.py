@@ -1,4 +1,7 @@
-"""The JSON bodies of the APIs. Unknown keys are tolerated, as clients send many; known ones must have their type."""
+"""The JSON bodies of the APIs. Unknown keys are tolerated, as clients send many; known ones must have their type.
+
+Keys that are known elsewhere, and would change the answer there, are `foreign`'s to refuse.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +91,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 
     prompt: str | list[Any]
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Whole | None = None
@@ -142,6 +146,7 @@ class ReasoningOptions(Struct):
 
 class TextOptions(Struct):
     format: dict[str, Any] | None = None
+    verbosity: str | None = None
 
 
 class ResponsesBody(Body, kw_only=True):

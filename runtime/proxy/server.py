@@ -83,8 +83,6 @@ def _tell_plan(plan: ServePlan) -> None:
         lines += plan.cards.plan
         if plan.options.prefix_cache:
             lines.append(f"  beside it {plan.options.prefix_cache / 1e9:.3f} GB of the host's memory for kept prefixes")
-        if plan.options.head_split == "on" and plan.size == 1:
-            lines.append("--head-split on: makes no difference, a single rank has the whole head.")
     if plan.way is not None:
         lines.append(f"between the {'ranks' if plan.cards is not None and plan.cards.shared else 'cards'}: {plan.way}")
     lines.append(f"starts {len(plan.directories)} rank{'s' * (len(plan.directories) > 1)} of {plan.options.ranks}")

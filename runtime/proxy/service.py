@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from .errors import ApiError, queue_full
+from .foreign import refuse_unheeded
 from .hub import Hub
 from .plan import ServePlan
 from .sampling import SamplingDefaults
@@ -56,7 +57,10 @@ class Service:
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """The request's body. Raises ApiError 400, 408 (it stopped coming) or 413."""
-        return decode_body(await _read(request), kind)
+        raw = await _read(request)
+        body = decode_body(raw, kind)
+        refuse_unheeded(raw, body)
+        return body
 
     async def prepare(self, job: Callable[..., T], *arguments: Any) -> T:
         """What `job`, the making of a prompt, gives. Raises ApiError 429 where more wait than could be answered anyway."""

@@ -86,16 +86,16 @@ def choose_cards(found: Probe, ranks: int, wanted: list[int] | None) -> list[Car
     Raises EnvironmentFault for too few cards, for unlike ones, and for a card that torch or our kernels hold no code for;
     InputError for numbers that make no sense.
     """
-    if not found.cards:
-        raise EnvironmentFault(
-            f"no card for the CUDA engine: {found.reason}. `duovolt doctor` tells more; --backend reference needs none."
-        )
     if wanted is not None and len(wanted) != ranks:
         number = wanted[0]
         remedy = f", or {number},{number} to try both on one card (slow)" if ranks == 2 else ""
         raise InputError(
             f"--devices {','.join(map(str, wanted))}: {ranks} rank{'s need' if ranks > 1 else ' needs'} {ranks} card"
             f"{'s' if ranks > 1 else ''}{remedy}."
+        )
+    if not found.cards:
+        raise EnvironmentFault(
+            f"no card for the CUDA engine: {found.reason}. `duovolt doctor` tells more; --backend reference needs none."
         )
     numbers = list(range(ranks)) if wanted is None else wanted
     if beyond := [number for number in numbers if number >= len(found.cards)]:

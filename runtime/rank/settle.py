@@ -78,6 +78,7 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         vision=max(plan.vision for plan in plans),
         picture_patches=patches,
         keys_in_a_row=not cards or torch_attends(cards[0].capability),
+        captured=bool(cards),
     )
 
 

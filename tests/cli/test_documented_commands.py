@@ -33,7 +33,7 @@ def test_a_documented_command_parses(name, line, capsys):
     assert command in COMMANDS
     parser, _ = _parser(command)
     try:
-        parser.parse_args(arguments)
+        parser.parse(arguments)
     except SystemExit as stopped:
         said = capsys.readouterr().err
         if stopped.code and not MENTION.search(said):  # --help ends with 0

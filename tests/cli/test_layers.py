@@ -127,7 +127,7 @@ def test_every_variable_that_the_project_reads_is_known() -> None:
 def test_what_does_not_go_together_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["serve"], "RANKS is missing"),
-        (["serve", "x", "--log-content"], "--log-requests, which is not given"),
+        (["serve", "x", "--log-content"], "--log-content has no effect here: it is read only with --log-requests."),
         (["serve", "x", "--config", str(tmp_path / "none")], "No such file"),
         (["serve", "x", "--cors-origin", "https://a/b"], "--cors-origin https://a/b: expected scheme://host"),
         (["serve", "x", "--tls-cert", "y"], "without --tls-key"),

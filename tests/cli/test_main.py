@@ -41,7 +41,9 @@ def test_bad_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--tp" in capsys.readouterr().err
     assert cli.main(["bench", "serve", "--lanes", "x"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("duovolt bench serve: argument --lanes: invalid") and error.count("\n") == 1
+    assert (
+        error.startswith("duovolt bench serve: argument --lanes: 'x' is not a whole number") and error.count("\n") == 1
+    )
     assert "`duovolt bench serve --help`" in error
 
 

@@ -102,3 +102,41 @@ def test_there_are_no_graphs_on_a_cpu_or_where_they_are_off(notes):
             graphs.run("a", lambda: None)
         assert len(graphs) == 0
     assert notes == []
+
+
+def test_steps_outside_of_graphs_run_each_time_in_their_place(notes):
+    graphs = Graphs(torch.device("cuda"), enabled=True)
+
+    def work(outside) -> None:
+        notes.append("work")
+        outside(lambda: notes.append("step"))
+        notes.append("rest")
+
+    for _ in range(3):
+        graphs.run_parts("a", work)
+    replayed = ["replay", "step", "replay"]
+    captured = ["begin", "work", "end", "begin", "rest", "end"]
+    assert notes == ["work", "step", "rest", *captured, *replayed, *replayed] and len(graphs) == 1
+    notes.clear()
+    graphs.run_parts("b", work, known=True)
+    assert notes == [*captured, *replayed]
+
+
+@pytest.mark.parametrize("when", ["first", "between"])
+def test_where_a_part_cannot_be_captured_all_of_it_runs_as_it_is_written(notes, monkeypatch, when):
+    """Nothing has run by then, so that nothing runs twice."""
+    graphs, ran = Graphs(torch.device("cuda"), enabled=True), []
+    graphs.run("round", lambda: None)
+    graphs.run("round", lambda: None)
+
+    def work(outside) -> None:
+        if when == "between" and len(ran) == 1:
+            monkeypatch.setattr(Graph, "fault", RuntimeError("not permitted"))
+        outside(lambda: ran.append("step"))
+
+    graphs.run_parts("a", work)
+    if when == "first":
+        monkeypatch.setattr(Graph, "fault", RuntimeError("not permitted"))
+    graphs.run_parts("a", work)
+    graphs.run_parts("a", work)
+    assert ran == ["step"] * 3 and not graphs.enabled and graphs.fault == "not permitted" and len(graphs) == 0

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from duovolt.checkpoint.digest import file_blocks
 from duovolt.checkpoint.directory import INDEX, Checkpoint, read_json
 from duovolt.checkpoint.encodings.weights import read_weight
 from duovolt.checkpoint.errors import CheckFailed, InputError
@@ -20,6 +23,7 @@ from duovolt.checkpoint.manifest import read_manifest
 from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import EMBED, TensorSpec, inventory
+from duovolt.runtime.engine import digests
 from duovolt.runtime.engine.cuda import stream as stream_module
 from duovolt.runtime.engine.cuda.loading import load_cuda_weights, plan_load
 from duovolt.runtime.engine.cuda.stream import READERS
@@ -187,17 +191,32 @@ def test_the_plan_knows_the_bytes(stages: Path, place: str) -> None:
     assert abs(plan.nbytes - weights.nbytes) < 0.05 * weights.nbytes
 
 
+def on_reference(directory: Path) -> None:
+    load_weights(open_source(directory))
+
+
+def on_card(directory: Path) -> None:
+    load_cuda_weights(directory, CPU, block_bytes=5000)
+
+
+LOADERS = pytest.mark.parametrize("load", [on_reference, on_card])
+
+
+@LOADERS
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.language_model.layers.0.input_layernorm.weight"])
-def test_a_flipped_byte_is_named_by_tensor(stages: Path, tmp_path: Path, name: str) -> None:
+def test_a_flipped_byte_is_named_by_tensor(
+    stages: Path, tmp_path: Path, name: str, load: Callable[[Path], None]
+) -> None:
     """L07."""
     broken = tmp_path / "rank-1-of-2"
     shutil.copytree(stages / "ranks" / "rank-1-of-2", broken)
     edit_tensor(broken, name, lambda data: data.__setitem__(len(data) // 2, data[len(data) // 2] ^ 1))
     with pytest.raises(CheckFailed, match=f"tensor '{name}' has the digest .* damaged"):
-        load_cuda_weights(broken, CPU, block_bytes=5000)
+        load(broken)
 
 
-def test_a_damaged_header_is_named_by_file(stages: Path, tmp_path: Path) -> None:
+@LOADERS
+def test_a_damaged_header_is_named_by_file(stages: Path, tmp_path: Path, load: Callable[[Path], None]) -> None:
     """L07: bytes that belong to no tensor."""
     broken = tmp_path / "rank-1-of-2"
     shutil.copytree(stages / "ranks" / "rank-1-of-2", broken)
@@ -207,16 +226,26 @@ def test_a_damaged_header_is_named_by_file(stages: Path, tmp_path: Path) -> None
     assert swapped != raw
     path.write_bytes(swapped)
     with pytest.raises(CheckFailed, match=rf"{path.name}: the file has the digest"):
-        load_cuda_weights(broken, CPU)
+        load(broken)
 
 
-def test_a_file_of_another_size_is_refused(stages: Path, tmp_path: Path) -> None:
+@LOADERS
+def test_a_file_of_another_size_is_refused(stages: Path, tmp_path: Path, load: Callable[[Path], None]) -> None:
     broken = tmp_path / "rank-0-of-2"
     shutil.copytree(stages / "ranks" / "rank-0-of-2", broken)
     name = next(name for name in read_manifest(broken).files if name.endswith(".safetensors"))
     edit_manifest(broken, lambda value: value["files"][name].__setitem__("size", 12))
     with pytest.raises(InputError, match="the manifest says 12"):
-        load_cuda_weights(broken, CPU)
+        load(broken)
+
+
+@pytest.mark.parametrize("block", [997, 65536, 8 << 20])
+def test_the_reference_reads_digests_over_any_cut_of_a_file(
+    stages: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    directory = stages / "ranks" / "rank-1-of-2"
+    monkeypatch.setattr(digests, "file_blocks", partial(file_blocks, block_bytes=block))
+    digests.check_digests(Checkpoint.open(directory), read_manifest(directory))
 
 
 def test_a_missing_tensor_is_refused(stages: Path, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_ranks_that_do_not_belong(
         ([TINY, "--device", "cpu", "--arch", "compute_70"], 2, "no kernel runs"),
         (["--random", "narrow", "--device", "cpu"], 2, "no kernels for this model"),
         ([TINY, "--random", "tiny"], 2, "in place of a directory"),
-        ([TINY, "--against", TINY], 2, "neither --url"),
+        ([TINY, "--against", TINY], 2, "--against has no effect here"),
         ([], 2, "one directory, or --random"),
     ],
 )

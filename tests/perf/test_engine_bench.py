@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from duovolt.cli import bench_engine
-from duovolt.cli.main import main
+from duovolt.cli.main import _parser, main
 from duovolt.convert.recipe import load_recipe
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
@@ -114,9 +114,10 @@ def test_the_command_runs_through_on_the_references(
 ) -> None:
     """Every option and every line but the figures of a card; what it writes is what `predict --check` reads."""
     where = tmp_path / "engine.json"
+    cut = "--head-split on" if tp == "2" else ""  # which one rank has no use for
     line = (
         f"bench engine --devices cpu --config tiny --layers 4 --tp {tp} --contexts 128 --lanes 1 --drafts 2 --rounds 10 "
-        f"--prefill 70 --chunk 64 --draft-rows 512 --draft-window 64 --attention plain --head-split on --json {where}"
+        f"--prefill 70 --chunk 64 --draft-rows 512 --draft-window 64 --attention plain {cut} --json {where}"
     )
     assert main(line.split()) == 0
     out = capsys.readouterr().out
@@ -155,6 +156,23 @@ def test_the_second_rank_is_told_to_measure_the_same() -> None:
     second = parser.parse_args([*words[2:], "--twin", "name"])
     parted = {name for name, value in vars(first).items() if getattr(second, name) != value}
     assert parted == {"twin", "json", "quiet"} and second.prefill == [] and second.contexts == [8192, 64]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "engine --dir ranks --devices 0,1 --graphs serial",
+        "engine --devices 0,1",
+        "launches tiny --devices 0,1 --drafts 0",
+    ],
+)
+def test_what_the_second_rank_is_told_is_not_judged_again(line: str) -> None:
+    """Its words state every choice, those too that only the first rank's words have no use for."""
+    first = _parser("bench")[0].parse(["bench", *line.split()][1:])
+    words = words_of(first.what, first, positional=("source",) if first.what == "launches" else ())
+    second = _parser("bench")[0].parse([*words[1:], "--twin", "name"])
+    parted = {name for name, value in vars(first).items() if getattr(second, name) != value}
+    assert parted == {"twin", "quiet"}
 
 
 @pytest.mark.parametrize("words", [["--devices", "0,1,2"], ["--devices", "x"], ["--lanes", "5"], ["--rounds", "1"]])

@@ -127,6 +127,7 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
     kept = Choice(best, 2, rows=16, half_stages=halves, mixed_stages=3)
 
     def clock(calls, overlap=False) -> float:
+        assert overlap, "rounds overlap"
         now = choice_now()
         if 6 in now.stages.values():
             raise EnvironmentFault("shared memory of linear_half_8 failed")

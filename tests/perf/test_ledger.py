@@ -173,7 +173,7 @@ def test_the_command_prints_sums_that_agree(ranks: Path, capsys: pytest.CaptureF
         (["qwen3.8-27b", "--context", "-1"], "a context of -1"),
         (["qwen3.8-27b", "--tp", "5"], "cannot be shared out over 5 ranks"),
         (["qwen3.8-27b", "--tp", "0"], "--tp 0"),
-        (["qwen3.8-27b", "--draft-head", "-4"], "--draft-head -4"),
+        (["qwen3.8-27b", "--drafts", "1", "--draft-head", "-4"], "--draft-head -4"),
         (["qwen3.8-27b", "--recipe", "nope"], "no recipe 'nope'"),
         (["missing.gguf"], "no such file"),
         (["missing.json"], "no such file"),

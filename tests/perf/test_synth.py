@@ -22,6 +22,8 @@ from duovolt.model.config import FULL, ModelConfig
 from duovolt.perf import tables
 from duovolt.perf.shapes import configuration
 from duovolt.perf.synth import Specimen, write_source
+from duovolt.runtime.proxy.options import ServeOptions
+from duovolt.runtime.proxy.plan import make_plan
 
 
 def files_of(directory: Path) -> dict[str, str]:
@@ -185,3 +187,27 @@ def test_what_cannot_be_converted_or_split_is_refused_before_the_source_is_made(
         assert synth(tmp_path / "t", *options) == 2
     assert "over 3 ranks" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
+
+
+@pytest.mark.parametrize(("name", "merge"), [("narrow", 2), ("other", 4)])
+def test_a_specimen_with_a_tower_reads_pictures_and_videos(tmp_path: Path, name: str, merge: int) -> None:
+    """The ids of config.json are the tokenizer's, and the processors have the extents of the specimen's own tower."""
+    config = configuration("narrow", 4)
+    config["vision_config"] |= {"spatial_merge_size": merge}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ranks, chosen = tmp_path / "ranks", str(tmp_path / "config.json") if merge != 2 else "narrow"
+    words = ["synth", str(ranks), "--config", chosen, "--layers", "4", "--stage", "ranks", "--tp", "1", "--quiet"]
+    assert main(words) == 0
+    pictures = make_plan(ServeOptions(ranks=ranks, backend="reference")).pictures
+    assert pictures is not None and pictures.videos is not None
+    assert set(pictures.pads) == {"<|image_pad|>", "<|video_pad|>"}
+    assert pictures.processor.factor == 16 * merge and pictures.processor.max_pixels == 4096 * 4096
+
+
+def test_a_specimen_without_a_tower_has_no_processors(tmp_path: Path) -> None:
+    config = configuration("narrow", 4) | {"vision_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["synth", str(tmp_path / "text"), "--config", str(tmp_path / "config.json"), "--fill", "sparse", "--quiet"]
+    assert main(words) == 0
+    names = {path.name for path in (tmp_path / "text").iterdir()}
+    assert "tokenizer.json" in names and not any("preprocessor" in name for name in names)

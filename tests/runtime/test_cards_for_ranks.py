@@ -197,6 +197,27 @@ def test_the_plan_of_the_27b() -> None:
     assert plan_memory(two, 64, 1).total < plan.total
 
 
+def test_captured_chunks_have_memory_of_their_own() -> None:
+    """As much again as a chunk of theirs takes on its way, and what is kept between graphs; long chunks are not captured."""
+    config = ModelConfig.from_dict(configuration("qwen3.8-27b"))
+    for tp in (1, 2):
+        for chunk in (24, 25, 512, 1024, 1025, 2048):
+            demand = Demand(config, tp, 22 * 10**9 // tp, "int8", 2, 3, chunk)
+            plan, without = (plan_memory(one, 8192, 256) for one in (demand, replace(demand, captured=False)))
+            more = plan.total - without.total
+            assert plan.parts["graphs"] - without.parts["graphs"] == more
+            assert (more > 0) == (24 < chunk <= 1024)
+            if more:
+                # x, norms, query and what attention gives, the projection; with two ranks parts and sums, too.
+                query, key = 24 * 256 // tp, 4 * 256 // tp
+                kept = 10 * 5120 + 4 * 2 * (query + key) + 2 * query + 2 * query + (6 * 5120 if tp > 1 else 0)
+                layer = (
+                    without.parts["workspace"]
+                    - plan_memory(replace(demand, chunk=0, captured=False), 8192, 256).parts["workspace"]
+                )
+                assert more > layer + chunk * kept  # and plain weights
+
+
 def test_the_child_answers_in_json(ranks: Path) -> None:
     """The whole way without a card: facts, or one refusal."""
     found = preflight(wishes(ranks, on_cpu=True))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,6 +220,28 @@ def test_the_wrap_door_leaves_the_buffer_alone_that_a_slow_peer_still_reads(
     assert fast.step in (LAST_STEP - 3, LAST_STEP - 2)
     fast._push(3, values(2, 3).view(np.uint32))
     assert slow._pull(1, 4).tobytes() == values(0, 3).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["stale", "drop"])
+def test_the_rank_that_missed_the_word_is_the_first_to_say_so(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Its twin, which waits in vain a step later, may find out first: here by 50 ms."""
+    monkeypatch.setenv(MAILBOX_DOOR, f"1:3:{kind}")
+    region, told = Region(bytearray(region_bytes(SLOT)), SLOT), []
+    boxes = [Mailbox(region, rank, seconds) for rank, seconds in ((0, 1.25), (1, 1.2))]
+
+    def run(box: Mailbox) -> None:
+        with pytest.raises(MailboxTimeout) as raised:
+            for turn in range(5):
+                box.exchange(values(turn, 4))
+        told.append(str(raised.value))
+
+    threads = [threading.Thread(target=run, args=(box,)) for box in boxes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told[0].startswith("rank 0: no answer from rank 1 at mailbox step 3 within 1.25 s")
+    assert told[1].startswith("rank 1: no answer from rank 0 at mailbox step 4 within 1.2 s")
 
 
 @pytest.mark.parametrize("text", ["1:2", "2:3:drop", "1:x:drop", "1:2:hash", "1:2:-5", "::"])

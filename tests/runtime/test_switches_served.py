@@ -51,10 +51,10 @@ def test_the_switches_change_no_answer_of_two_ranks(start_server: Start, tiny: P
         assert text(usual, **wishes) == text(other, **wishes)
 
 
-def test_the_reference_is_plain_and_says_what_it_does_not_read(start_server: Start, tiny: Path) -> None:
+def test_without_a_card_the_reference_is_plain_and_says_what_it_does_not_read(start_server: Start, tiny: Path) -> None:
     server = start_server(
-        *(tiny / "ranks-2", "--backend", "reference", "--max-context", "128"),
-        *("--attention", "plain", "--head-split", "on"),
+        *(tiny / "ranks-2", "--max-context", "128", "--attention", "plain", "--head-split", "on"),
+        CUDA_VISIBLE_DEVICES="",
     )
     assert "--attention plain, --head-split on: for cards; the reference backend does not read it." in server.log
     plain = {"attention": "plain", "head_split": "off", "draft_head": "full", "draft_window": "off", "graphs": "off"}
@@ -62,8 +62,11 @@ def test_the_reference_is_plain_and_says_what_it_does_not_read(start_server: Sta
 
 
 def test_one_rank_has_nothing_to_split(start_server: Start, tiny: Path) -> None:
-    server = start_server(tiny / "ranks-1", *ON_CPU, "--head-split", "on")
-    assert "--head-split on: makes no difference, a single rank has the whole head." in server.log
+    for option in (("--head-split", "on"), ("--collective", "nccl")):
+        server = start_server(tiny / "ranks-1", "--backend", "cuda", *option, ready=False)
+        assert server.wait_exit(30) == 2
+        assert f"{option[0]} has no effect here: " in server.log and "is one rank" in server.log
+    server = start_server(tiny / "ranks-1", *ON_CPU)
     assert told(server)["head_split"] == "none"
     assert len(text(server)) > 10
 

@@ -99,6 +99,7 @@ class CudaExecutor:
             *(self.model, self._graphs), lanes=lanes, drafts=drafts, vocabulary=n_sampleable, window=window
         )
         self._pending: Flight | None = None
+        self._read_until: torch.cuda.Event | None = None  # the chunk that was started last
         self._lengths: dict[int, int] = {}  # tokens in place by lane, as of the rounds that were handed out
         self._images: dict[int, PromptImages] = {}
         self._tower = tower
@@ -135,25 +136,35 @@ class CudaExecutor:
         """
         for sequences in range(1, self._lanes + 1):
             self._flights.warm(self._flights.shapes(sequences, every_depth=sequences == 1))
-        self.state.lanes.tables[0] = 0
         count = min(chunk, self._context)
-        self._read_nothing(0, count)
+        self.capture_chunks(chunk)
+        self._read_nothing(0, 0, count)
         if self._device.type == "cuda" and torch_attends(torch.cuda.get_device_capability(self._device)):
-            self._read_nothing(count, min(count, self._context - count))  # torch has other kernels for what comes later
-        self.state.reset(0)
+            self._read_nothing(
+                0, count, min(count, self._context - count)
+            )  # torch has other kernels for what comes later
+        if self.model.captures_chunks:
+            for lane in range(self._lanes):
+                self._read_nothing(lane, 0, count)
         self._link.check()
 
-    def _read_nothing(self, start: int, count: int) -> None:
-        """A prompt's chunk in lane 0, of any length, that leaves no keys and values."""
+    def capture_chunks(self, tokens: int) -> None:
+        """From now on capture prompts' chunks of so many tokens."""
+        self.model.capture_chunks(tokens, self._graphs)
+
+    def _read_nothing(self, lane: int, start: int, count: int) -> None:
+        """A prompt's chunk in a lane, of any length, that leaves no keys and values, and no state."""
         if count < 1:
             return
+        self.state.lanes.tables[lane] = 0
         places = torch.arange(start, start + count, dtype=torch.int32, device=self._device)
         rope, slots = places.repeat(3, 1), torch.full_like(places, -1)
         x = self.model.embed(torch.zeros_like(places))
         embedded = x.clone()
-        _, wide = self.model.read(x, 0, start, rope, slots)
+        _, wide = self.model.read(x, lane, start, rope, slots)
         if self._uses_mtp:
-            self.model.draft(embedded, wide, self.model.chunk(0, start, rope, slots))
+            self.model.draft(embedded, wide, self.model.chunk(lane, start, rope, slots))
+        self.state.reset(lane)
 
     def open(self, lane: Lane) -> None:
         request, lanes, index = lane.request, self.state.lanes, lane.index
@@ -208,8 +219,19 @@ class CudaExecutor:
         self._images[index].release(start + count)
         self._lengths[index] = start + count
         scores = self._echoed(lane, staged, prompt[start + 1 : start + 1 + count])
+        self._await_last_chunk()
         self._link.check()
         return scores
+
+    def _await_last_chunk(self) -> None:
+        """Let the host be one chunk ahead of the card and no more: a long prompt whose chunks all stood in the card's queue
+        could be neither cancelled nor followed by another lane's round."""
+        if self._device.type != "cuda":
+            return
+        last, self._read_until = self._read_until, torch.cuda.Event(blocking=True)
+        self._read_until.record()
+        if last is not None:
+            last.synchronize()
 
     def first(self, lane: Lane) -> Outcome:
         lanes, index, length = self.state.lanes, lane.index, len(lane.request.prompt)
@@ -393,4 +415,8 @@ class CudaExecutor:
         return torch.tensor(lane.pages)[places // PAGE] * PAGE + places % PAGE
 
     def _int32(self, values: Tensor) -> Tensor:
-        return values.to(torch.int32).contiguous().to(self._device)
+        """On the device; from memory that it may read later, for else the host would wait for all that it has been given."""
+        values = values.to(torch.int32).contiguous()
+        if self._device.type != "cuda":
+            return values
+        return values.pin_memory().to(self._device, non_blocking=True)

@@ -1,4 +1,5 @@
-"""Work captured in CUDA graphs: the first time it runs as it is written, from the second on as a graph."""
+"""Work captured in CUDA graphs: the first time it runs as it is written, from the second on as a graph, or as several with
+steps between them that run as they are written each time."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,9 @@ import torch
 
 from ....checkpoint.errors import EnvironmentFault
 from ....kernels.module import overlapping
+
+Step = Callable[[], None]
+Outside = Callable[[Step], None]  # does a step now, or leaves it for each replay
 
 
 class Graphs:
@@ -26,12 +30,13 @@ class Graphs:
         self._device = device
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._parts: dict[Hashable, list[Step]] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
-        """Graphs captured."""
-        return len(self._graphs)
+        """Pieces of work captured."""
+        return len(self._graphs) + len(self._parts)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -56,13 +61,79 @@ class Graphs:
         else:
             graph.replay()
 
-    def _capture(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def run_parts(self, key: Hashable, work: Callable[[Outside], None], *, known: bool = False) -> None:
+        """As `run`, for work whose steps given to `outside` are no part of a graph: they run each time, in their place.
+
+        What a step reads and writes must be memory that work keeps from run to run. known: a run of other work has loaded
+        all that this needs, so it may be captured at once.
+        """
+        if not self.enabled:
+            work(_at_once)
+            return
+        parts = self._parts.get(key)
+        if parts is None and (known or key in self._seen):
+            parts = self._capture_parts(key, work)
+        self._seen.add(key)
+        if parts is None:
+            work(_at_once)
+            return
+        for part in parts:
+            part()
+
+    def _capture_parts(self, key: Hashable, work: Callable[[Outside], None]) -> list[Step] | None:
+        parts: list[Step] = []
+        graph: torch.cuda.CUDAGraph | None = None
+
+        def begin() -> None:
+            nonlocal graph
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def end() -> None:
+            nonlocal graph
+            assert graph is not None
+            ended, graph = graph, None
+            ended.capture_end()
+            parts.append(ended.replay)
+
+        def outside(step: Step) -> None:
+            end()
+            parts.append(step)
+            begin()
+
+        stream = self._own_stream()
+        try:
+            with torch.cuda.stream(stream), overlapping(False):
+                begin()
+                try:
+                    work(outside)
+                finally:
+                    if graph is not None:
+                        end()
+        except (RuntimeError, EnvironmentFault) as error:
+            self._give_up(error)
+            return None
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._parts[key] = parts
+        return parts
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        """Where work is captured, behind what the current stream has been given."""
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._stream
+
+    def _give_up(self, error: Exception) -> None:
+        self.enabled, self.fault = False, str(error).splitlines()[0]
+        self._graphs.clear()
+        self._parts.clear()
+
+    def _capture(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        stream = self._own_stream()
+        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     with overlapping(self.overlap):
@@ -73,9 +144,12 @@ class Graphs:
             if self.overlap:  # a driver may know graphs, but not these
                 self.overlap = False
                 return self._capture(key, work)
-            self.enabled, self.fault = False, str(error).splitlines()[0]
-            self._graphs.clear()
+            self._give_up(error)
             return None
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
         self._graphs[key, self.overlap] = graph
         return graph
+
+
+def _at_once(step: Step) -> None:
+    step()

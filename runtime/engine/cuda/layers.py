@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....kernels import reference
 from ....kernels.kvcache import DIM, KVCache
+from ....kernels.linear import MAX_TOKENS
 from ....kernels.norm import LARGEST
 from ....kernels.ops import Ops
 from ....kernels.round_state import Pass
@@ -21,9 +22,11 @@ from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective, NormingCollective
 from ..model import Observe
 from ..weights import Sizes
+from .graphs import Outside, Step
 from .state import CudaState
 from .weights import CudaAttention, CudaDelta, CudaLayer
 
+MOST_CAPTURED = 1024  # tokens of a chunk; a longer one keeps the card busy for longer than the host takes to start it
 Tables = tuple[Tensor, Tensor]
 Walk = Generator[None, None, Tensor | None]
 
@@ -98,10 +101,13 @@ class Layers(ABC):
         """fp16 [T, query heads * 256], gated; keys and values are written into the cache."""
         sizes = self.common.sizes
         queries, keys = 2 * sizes.query_heads * DIM, sizes.kv_heads * DIM
-        projection = self.products(x, weights.inputs, [queries, keys, keys])
+        kept = self.kept("projection", queries + 2 * keys, torch.float32)
+        projection = self.products(x, weights.inputs, [queries, keys, keys], kept)
+        query = self.kept("query", queries // 2, torch.float16)
         query = self.ops.qkv_rope(
             *(projection, weights.query_norm, weights.key_norm, self.common.tables, self.common.axes),
             *(self.positions, self.slots, cache, self.common.eps),
+            out=None if query is None else query.unflatten(1, (sizes.query_heads, DIM)),
             overflows=self.overflows,
         )
         gate = projection[:, :queries].unflatten(1, (sizes.query_heads, 2 * DIM))[..., DIM:]
@@ -116,15 +122,22 @@ class Layers(ABC):
         out = self.recur(weights, index, mixed, a, b)
         return self.ops.gated_rms_norm(out, gate, weights.norm, self.common.eps, overflows=self.overflows)
 
-    def products(self, x: Tensor, weights: Sequence[Weight], widths: list[int]) -> Tensor:
+    def products(
+        self, x: Tensor, weights: Sequence[Weight], widths: list[int], projection: Tensor | None = None
+    ) -> Tensor:
         """Products side by side, float32 [T, at least their widths], in rows that start at multiples of 16 bytes."""
-        projection = torch.empty(x.shape[0], -(-sum(widths) // 4) * 4, device=x.device)
+        if projection is None:
+            projection = torch.empty(x.shape[0], -(-sum(widths) // 4) * 4, device=x.device)
         parts = projection.split([*widths, projection.shape[1] - sum(widths)], dim=1)
         self.multiply(x, weights, list(parts[: len(widths)]))
         return projection
 
     positions: Tensor  # int32 [3, T]
     slots: Tensor  # int32 [T]
+
+    def kept(self, name: str, width: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory [T, width] for what a step outside of graphs reads or writes; None: any will do."""
+        return None
 
     @abstractmethod
     def multiply(self, x: Tensor, weights: Sequence[Weight], outs: list[Tensor]) -> None:
@@ -266,3 +279,80 @@ class ChunkLayers(Layers):
         state = self.state
         memory = (state.delta[index], state.progress)
         return self.ops.delta_prefill(mixed, a, b, weights.delta, *memory, self._lane, position=self._start)
+
+
+def captures(tokens: int) -> bool:
+    """Whether chunks of so many tokens are worth a capture, where launches can be captured."""
+    return MAX_TOKENS < tokens <= MOST_CAPTURED
+
+
+class Kept:
+    """Memory of chunks of T tokens that are captured: their inputs and results, and what stands between graphs.
+
+    x, wide float32 [T, H]; positions int32 [3, T]; slots, overflows int32 [T]; staged fp16 [T, H]. One for all lanes: chunks
+    follow one another on a stream.
+    """
+
+    def __init__(self, tokens: int, hidden: int, device: torch.device) -> None:
+        self.x, self.wide = (torch.empty(tokens, hidden, device=device) for _ in range(2))
+        self.staged = torch.empty(tokens, hidden, dtype=torch.float16, device=device)
+        self.positions = torch.zeros(3, tokens, dtype=torch.int32, device=device)
+        self.slots, self.overflows = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
+        self._named: dict[str, Tensor] = {}
+
+    def named(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        """[T, width], the same memory for every layer that asks by this name."""
+        found = self._named.get(name)
+        if found is None:
+            tokens = self.slots.shape[0]
+            found = self._named[name] = torch.empty(tokens, width, dtype=dtype, device=self.slots.device)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        own = (self.x, self.wide, self.staged, self.positions, self.slots, self.overflows)
+        return sum(tensor.nbytes for tensor in (*own, *self._named.values()))
+
+
+class CapturedChunk(ChunkLayers):
+    """A chunk whose launches are captured but for two kinds, which differ from chunk to chunk: attention over what came
+    before, and the sums over the ranks."""
+
+    def __init__(self, common: Common, lane: int, memory: Kept) -> None:
+        super().__init__(common, lane, 0, memory.positions, memory.slots)
+        self.overflows, self.memory = memory.overflows, memory
+        self.outside: Outside | None = None  # while it runs or is captured
+
+    def begin(self, x: Tensor, start: int, positions: Tensor, slots: Tensor) -> None:
+        """Take a chunk's inputs over: x float32 [T, H], positions int32 [3, T], slots int32 [T], its first token's number."""
+        self.memory.x.copy_(x)
+        self.memory.positions.copy_(positions)
+        self.memory.slots.copy_(slots)
+        self._start = start
+
+    def kept(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        return self.memory.named(name, width, dtype)
+
+    def project(self, weight: Weight, x: Tensor, residual: Tensor) -> Tensor | None:
+        link = self.common.link
+        if link.size == 1:
+            return super().project(weight, x, residual)
+        width = residual.shape[1]
+        part, total = self.kept("part", width, torch.float16), self.kept("total", width, torch.float32)
+        self.ops.linear_block(x, weight, part)
+        part.clamp_(-LARGEST, LARGEST)
+        self._outside(lambda: link.reduce_large(part, total))
+        return total
+
+    def attend(self, query: Tensor, cache: KVCache, gate: Tensor) -> Tensor:
+        table = self.state.lanes.tables[self._lane]
+        out = self.kept("attended", query.shape[1] * DIM, torch.float16)
+        self._outside(lambda: self._attend(query, cache, table, gate, out))
+        return out
+
+    def _attend(self, query: Tensor, cache: KVCache, table: Tensor, gate: Tensor, out: Tensor) -> None:
+        self.ops.prefill_attention(query, cache, table, self._start, gate=gate, out=out)
+
+    def _outside(self, step: Step) -> None:
+        assert self.outside is not None
+        self.outside(step)

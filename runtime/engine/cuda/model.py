@@ -11,7 +11,8 @@ from ....kernels.ops import Ops
 from ....kernels.sampling_state import Decision
 from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective
-from .layers import ChunkLayers, Common, Layers, in_turn
+from .graphs import Graphs, Outside
+from .layers import CapturedChunk, ChunkLayers, Common, Kept, Layers, captures, in_turn
 from .state import CudaState
 from .weights import CudaWeights
 
@@ -56,6 +57,22 @@ class CudaModel:
         self._few = torch.full((MAX_TOKENS, link.size * 2 * CANDIDATES), -1.0, device=device)  # -1: no candidate
         self._draft_head = weights.draft_head if draft_head else None
         self._draft_ids = self._gathered_ids()
+        self._graphs: Graphs | None = None
+        self._kept: Kept | None = None
+        self._chunks: dict[int, CapturedChunk] = {}  # by lane
+
+    def capture_chunks(self, tokens: int, graphs: Graphs) -> None:
+        """From now on capture chunks of so many tokens that begin at multiples of 64, unless they are long or go in halves.
+
+        Memory: `Kept`, and what the launches of a chunk need beside, in the graphs' pool.
+        """
+        if graphs.enabled and captures(tokens) and not self._in_halves(tokens):
+            self._graphs, self._chunks = graphs, {}
+            self._kept = Kept(tokens, self.weights.config.text.hidden_size, self.state.device)
+
+    @property
+    def captures_chunks(self) -> bool:
+        return self._kept is not None
 
     @property
     def head_split(self) -> str:
@@ -82,11 +99,16 @@ class CudaModel:
     def read(self, x: Tensor, lane: int, start: int, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """`forward` of a prompt's chunk: x float32 [T, H], positions int32 [3, T], slots int32 [T].
 
-        Where sums take long a long chunk goes in two halves, so that one's are on their way while the other computes.
+        Where sums take long a long chunk goes in two halves, so that one's are on their way while the other computes. Others of
+        the usual length are captured: some thousand launches one by one take the host longer than the card. Results stand until
+        the next call.
         """
         tokens = x.shape[0]
+        kept = self._kept
+        if kept is not None and tokens == kept.slots.shape[0] and start % STEP == 0 and self.common.observe is None:
+            return self._read_captured(kept, x, lane, start, positions, slots)
         halves = [tokens]
-        if self.link.halves and tokens >= 2 * HALF:
+        if self._in_halves(tokens):
             halves = [tokens // 2 // STEP * STEP]
             halves.append(tokens - halves[0])
         passes, begin = [], 0
@@ -102,6 +124,29 @@ class CudaModel:
             staged.append(self._last(part, delta, self.weights.norm, own, into)[0])
             self.state.counter.add_(own.overflows.sum())
         return torch.cat(staged), wide
+
+    def _in_halves(self, tokens: int) -> bool:
+        return self.link.halves and tokens >= 2 * HALF
+
+    def _read_captured(
+        self, kept: Kept, x: Tensor, lane: int, start: int, positions: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`read`, with the same bits; what it returns stands until the next chunk."""
+        graphs, chunk = self._graphs, self._chunks.get(lane)
+        assert graphs is not None
+        if chunk is None:
+            chunk = self._chunks[lane] = CapturedChunk(self.common, lane, kept)
+        chunk.begin(x, start, positions, slots)
+
+        def work(outside: Outside) -> None:
+            chunk.outside = outside
+            kept.overflows.zero_()
+            delta = chunk.run(kept.x, self.weights.layers, self.state.kv)
+            kept.staged.copy_(self._last(kept.x, delta, self.weights.norm, chunk, kept.wide)[0])
+            self.state.counter.add_(kept.overflows.sum())
+
+        graphs.run_parts(("chunk", lane, kept), work, known=len(self._chunks) > 1)
+        return kept.staged, kept.wide
 
     def draft(self, x: Tensor, hidden: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:
         """The MTP layer: x [T, H] the embeddings of the tokens behind those of `hidden` float32 [T, H]. As `forward`."""

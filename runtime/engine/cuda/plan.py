@@ -17,6 +17,7 @@ from ....kernels.sampling_state import Distributions, LaneSampling
 from ....model.config import FULL, ModelConfig
 from ..pages import PAGE, pages_for
 from ..vision import PROJECTION_BYTES, ROWS_AT_ONCE
+from .layers import captures
 from .weights import tensors_of
 
 MARGIN = 256 << 20  # left free: what the driver and the allocator round up, and other programs' small change
@@ -31,6 +32,7 @@ class Demand:
     weights, vision  bytes of the model's weights on the card, of the vision tower's among them
     picture_patches  of the largest picture; 0: no pictures are read
     keys_in_a_row    prompts' attention takes keys and values from a copy in a row, not from the pages as on a V100
+    captured         rounds, and prompts' chunks that are not too long, run as graphs, which have memory of their own
     """
 
     config: ModelConfig
@@ -43,6 +45,7 @@ class Demand:
     vision: int = 0
     picture_patches: int = 0
     keys_in_a_row: bool = True
+    captured: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def plan_memory(demand: Demand, max_context: int, pages: int) -> MemoryPlan:
         "states": demand.lanes * state_bytes(demand),
         "sampling": _sampling_bytes(demand),
         "workspace": max(_chunk_bytes(demand, max_context), _picture_bytes(demand)),
-        "graphs": GRAPHS,
+        "graphs": GRAPHS + _captured_bytes(demand),
     }
     return MemoryPlan(demand, max_context, pages, parts)
 
@@ -160,7 +163,28 @@ def _sampling_bytes(demand: Demand) -> int:
 
 
 def _chunk_bytes(demand: Demand, max_context: int) -> int:
-    """A prompt's chunk on its way through a layer, plain weights of a large product, keys and values in a row."""
+    """A prompt's chunk on its way through a layer, and keys and values in a row."""
+    text = demand.config.text
+    kv_heads = max(1, text.num_key_value_heads // demand.tp)
+    keys_and_values = 2 * 2 * kv_heads * DIM * PAGE * pages_for(max_context) if demand.keys_in_a_row else 0
+    tables = 2 * 4 * text.rotary_dim // 2 * max_context
+    return _layer_bytes(demand) + keys_and_values + tables
+
+
+def _captured_bytes(demand: Demand) -> int:
+    """What a captured chunk needs in the graphs' own memory, and what it keeps between them."""
+    if not (demand.captured and captures(demand.chunk)):
+        return 0
+    text, tp = demand.config.text, demand.tp
+    kv_heads = max(1, text.num_key_value_heads // tp)
+    query = text.num_attention_heads // tp * text.head_dim
+    sums = 6 * text.hidden_size if tp > 1 else 0
+    kept = 10 * text.hidden_size + 4 * 2 * (query + kv_heads * text.head_dim) + 4 * query + sums
+    return _layer_bytes(demand) + demand.chunk * kept
+
+
+def _layer_bytes(demand: Demand) -> int:
+    """A prompt's chunk on its way through a layer, plain weights of a large product."""
     text, tp = demand.config.text, demand.tp
     kv_heads = max(1, text.num_key_value_heads // tp)
     projection = max(
@@ -168,15 +192,12 @@ def _chunk_bytes(demand: Demand, max_context: int) -> int:
         (2 * text.key_dim + 2 * text.value_dim + 2 * text.linear_num_value_heads) // tp,
     )
     token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
-    # They grow from chunk to chunk, and the allocator keeps the pieces that have become too small: twice the largest.
-    keys_and_values = 2 * 2 * 2 * kv_heads * DIM * max_context if demand.keys_in_a_row else 0
-    tables = 2 * 4 * text.rotary_dim // 2 * max_context
     # The MTP layer's first matrix takes two hidden states side by side, and is not split.
     largest = text.hidden_size * max(text.intermediate_size // tp, projection, 2 * text.hidden_size)
     plain = linear_bytes(largest)
     heads = text.linear_num_value_heads // tp
     delta = delta_bytes(demand.chunk, heads, 2 * text.linear_num_key_heads // tp + heads)
-    return demand.chunk * token + plain + keys_and_values + tables + delta
+    return demand.chunk * token + plain + delta
 
 
 def _picture_bytes(demand: Demand) -> int:

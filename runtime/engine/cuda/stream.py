@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ....checkpoint.container import Header, TensorEntry
 from ....checkpoint.directory import Checkpoint
-from ....checkpoint.errors import CheckFailed, InputError, naming
+from ....checkpoint.errors import InputError, naming
 from ....checkpoint.manifest import Manifest
+from ..digests import check_file, check_sizes, check_tensor
 
 BLOCK_BYTES = 32 << 20
 BUFFERS = 4
@@ -93,13 +94,8 @@ class _Digests:
             if begin == entry.begin:
                 self._tensor.reset()
             self._tensor.update(block.view(begin, end).numpy().data)
-            if end == entry.end and (found := self._tensor.hexdigest()) != (
-                wanted := self._manifest.tensors[entry.name].digest
-            ):
-                raise CheckFailed(
-                    f"{entry.path}: tensor {entry.name!r} has the digest {found}, the manifest says {wanted}: the file "
-                    "is damaged. Run `duovolt verify`, which can repair it, or make this directory again."
-                )
+            if end == entry.end:
+                check_tensor(entry, self._manifest, self._tensor.hexdigest())
         self.seconds += time.perf_counter() - begun
 
     def _whole(self, block: _Block) -> None:
@@ -107,14 +103,8 @@ class _Digests:
         if block.begin == 0:
             self._file.reset()
         self._file.update(block.view(block.begin, block.end).numpy().data)
-        path = block.header.path
-        if block.end == block.header.size and (found := self._file.hexdigest()) != (
-            wanted := self._manifest.files[path.name].digest
-        ):
-            raise CheckFailed(
-                f"{path}: the file has the digest {found}, the manifest says {wanted}: it is damaged. Run `duovolt "
-                "verify`, or make this directory again."
-            )
+        if block.end == block.header.size:
+            check_file(block.header, self._manifest, self._file.hexdigest())
 
 
 class _Pipeline:
@@ -216,7 +206,8 @@ def stream(
     """
     begun = time.perf_counter()
     headers = list(checkpoint.headers.values())
-    _check_sizes(headers, manifest)
+    if manifest is not None:
+        check_sizes(headers, manifest)
     largest = min(block_bytes, max(header.size for header in headers))
     digests = _Digests(manifest)
     pipeline = _Pipeline(digests, place, complete, largest, device.type == "cuda")
@@ -229,20 +220,6 @@ def stream(
         digests.close()
     nbytes = sum(header.size for header in headers)
     return StreamReport(nbytes, time.perf_counter() - begun, digests.seconds, pipeline.waited)
-
-
-def _check_sizes(headers: list[Header], manifest: Manifest | None) -> None:
-    for header in headers if manifest is not None else []:
-        assert manifest is not None
-        record = manifest.files.get(header.path.name)
-        unknown = [name for name in header.tensors if name not in manifest.tensors]
-        if record is None or record.size != header.size or unknown:
-            what = (
-                f"holds tensor {unknown[0]!r}, which the manifest does not know"
-                if unknown
-                else f"is {header.size} bytes, the manifest says {'nothing of it' if record is None else record.size}"
-            )
-            raise InputError(f"{header.path}: {what}. Make this directory again.")
 
 
 def _read(pool: ThreadPoolExecutor, file: int, path: Path, begin: int, buffer: Tensor) -> list[Future[None]]:

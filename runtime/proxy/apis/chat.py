@@ -16,7 +16,7 @@ from ..grammar import chat_grammar
 from ..pictures import place_pictures, show
 from ..plan import ServePlan
 from ..prompt import encode_prompt
-from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
+from ..sampling import SamplingDefaults, answer_length, asked_length, build_sampling, for_choice, stop_ids, stop_strings
 from ..schema import ChatBody
 from ..service import Service, Stamp
 from ..shared_turns import token_ends
@@ -56,8 +56,7 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Pl
     ids = encode_prompt(tokenizer, shown.text, plan.max_context)
     shared = token_ends(tokenizer, shown.text, ids, shown.ends)
     placed = place_pictures(ids, shown, plan.pictures, plan.max_context, body.n or 1)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked, param = asked_length(body)
     length = answer_length(len(placed.ids), asked, plan.max_context, param)
     style = AnswerStyle(
         frozenset() if ignore_eos else frozenset(ends),

@@ -17,7 +17,7 @@ from ..errors import ApiError, bad_request
 from ..grammar import completion_grammar
 from ..plan import ServePlan
 from ..prompt import encode_prompt
-from ..sampling import SamplingDefaults, answer_length, build_sampling, for_choice, stop_ids, stop_strings
+from ..sampling import SamplingDefaults, answer_length, asked_length, build_sampling, for_choice, stop_ids, stop_strings
 from ..schema import CompletionBody
 from ..service import Service, Stamp
 from ..tokenizer import TextTokenizer
@@ -62,7 +62,8 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
     for name, pad in ({} if plan.pictures is None else plan.pictures.pads).items():
         if any(pad in ids for ids in prompts):
             raise bad_request(f"prompt: {name} stands for a picture; {_NO_IMAGES}", "prompt")
-    asked = _DEFAULT_LENGTH if body.max_tokens is None else body.max_tokens
+    asked, param = asked_length(body)
+    asked = _DEFAULT_LENGTH if asked is None else asked
     if asked == 0 and not body.echo:
         raise bad_request("max_tokens: 0 makes sense with echo only", "max_tokens")
     ends, ignore_eos = stop_ids(body, tokenizer), bool(body.ignore_eos)
@@ -70,7 +71,7 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
     echo_logprobs = bool(body.echo) and logprobs > 0
     if echo_logprobs and body.stream:
         raise bad_request("echo with logprobs cannot be streamed", "stream")
-    lengths = [answer_length(len(ids), asked, plan.max_context, "max_tokens") for ids in prompts]
+    lengths = [answer_length(len(ids), asked, plan.max_context, param) for ids in prompts]
     each = [(ids, length) for ids, length in zip(prompts, lengths, strict=True) for _ in range(body.n or 1)]
     requests = [
         GenerateRequest(0, ids, length, ends, ignore_eos, for_choice(sampling, number), echo_logprobs, grammar=grammar)

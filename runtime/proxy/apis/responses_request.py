@@ -30,6 +30,8 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     for name, advice in _STORED.items():
         if getattr(body, name):
             raise bad_request(f"{name}: this server keeps no state between requests; {advice}", name)
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise bad_request("text.verbosity is not honoured here: ask for it in the input, or leave it out", "text")
     if body.truncation not in (None, "disabled"):
         raise bad_request("truncation: this server never cuts a prompt; expected disabled", "truncation")
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []

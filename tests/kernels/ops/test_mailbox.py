@@ -187,15 +187,30 @@ def test_a_late_peer_within_the_budget_changes_nothing(pair):
     assert torch.equal(first, second) and not any(link.expired.item() for link in two.links)
 
 
+def await_words(link: WatchedLink, step: int) -> None:
+    """Until the peer has sent something of `step`; emulated, an inbox is this process's own memory."""
+    deadline = time.monotonic() + 60
+    while not bool((link.tensors[link.rank] >> 32 == step).any()):
+        assert time.monotonic() < deadline, "the peer never came to the step"
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("door", [{"door": "drop"}, {"door": "stale"}, {"door": "delay", "delay_ms": 900}])
 def test_a_wait_that_expires_poisons_the_rest(pair, door):
-    """R04: 200 ms are 200 to 300 ms."""
-    two = pair(budget=0.2, doors={1: {**door, "door_step": 2}})
+    """R04: 200 ms are 200 to 300 ms.
+
+    The first exchange, which nothing is wrong with, may take longer: on a busy machine a thread may wait 200 ms for a
+    processor. Rank 1 goes into the second behind rank 0, so that its delay is one to rank 0, however late it is itself.
+    """
+    two = pair(budget=20.0, doors={1: {**door, "door_step": 2}})
     parts = halves((1, 1500), 6)
 
     def three(link):
         results, seconds = [], []
-        for _ in range(3):
+        for turn in range(3):
+            link.budget_seconds = 0.2 if turn else 20.0
+            if turn == 1 and link.rank == 1 and not link.state.is_cuda:
+                await_words(link, step=2)
             begin = time.monotonic()
             results.append(reduced(link, parts[link.rank]))
             seconds.append(time.monotonic() - begin)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from duovolt.checkpoint.errors import InputError
+from duovolt.kernels import prefill_attention as module
 from duovolt.kernels.kvcache import DIM, PAGE
 from duovolt.kernels.prefill_attention import (
     flash_takes,
@@ -28,6 +29,21 @@ def test_gather_is_the_decoded_cache(device, int8, length):
     for got, pool in zip((keys, values), case.cache.decoded(), strict=True):
         wanted = pool[case.tables[0].long()].flatten(0, 1)[:length].transpose(0, 1)
         assert torch.equal(got, wanted.half())
+
+
+def test_memory_does_not_grow_from_chunk_to_chunk(monkeypatch):
+    """A piece that is larger each time fits none that was freed before, and the allocator would keep them all."""
+    case = Case(torch.device("cpu"), True, [640], [1])
+    monkeypatch.setattr(module, "launch", lambda *arguments: None)
+    asked = set()
+    for length in (1, 64, 65, 128, 640):
+        keys, values = gather(case.cache, case.tables[0], length)
+        assert keys.shape == values.shape == (case.cache.kv_heads, length, DIM)
+        assert keys.is_contiguous() and values.is_contiguous() and not values.data_ptr() % 16
+        assert keys.data_ptr() + keys.nbytes <= values.data_ptr()
+        asked.add(keys.untyped_storage().nbytes())
+    pages = case.tables[0].shape[0]
+    assert asked == {2 * 2 * case.cache.kv_heads * pages * PAGE * DIM}
 
 
 @FORMS

@@ -311,3 +311,12 @@ def test_command_refuses_what_it_cannot_do(capsys, tmp_path):
     assert main(["doctor", "--load", "nan"]) == 2
     assert main(["doctor", "--folder", str(tmp_path / "no")]) == 2
     assert "not a directory" in capsys.readouterr().err
+
+
+def test_a_load_without_a_card_is_told():
+    """Asked for by name, so that its absence is no line less but one more, and the exit code says so."""
+    findings = found(Machine(reason="no NVIDIA driver is loaded"), load_seconds=5.0)
+    assert line(findings, "load", "no card to keep at work").grade == "broken" and exit_code(findings) == 1
+    assert not [
+        one for one in found(Machine(reason="no NVIDIA driver is loaded"), load_seconds=0.0) if one.about == "load"
+    ]

@@ -1,0 +1,184 @@
+"""Nothing that somebody states is ignored in silence: each option has a declared reader, or its run is refused."""
+
+import argparse
+import importlib
+import inspect
+from collections.abc import Iterator
+
+import pytest
+
+from duovolt.cli import numbers
+from duovolt.cli.main import COMMANDS, _parser, main
+from duovolt.cli.parser import Parser, tasks_of
+
+OF_MAIN = {"quiet", "debug", "help"}
+TYPES_OF_NUMBERS = {name for name, value in vars(numbers).items() if inspect.isfunction(value)}
+
+
+def leaves() -> Iterator[tuple[str, Parser]]:
+    """Every command, and every task of one, with its parser."""
+    for command in COMMANDS:
+        parser, _ = _parser(command)
+        assert isinstance(parser, Parser)
+        _, tasks = tasks_of(parser)
+        yield from ((f"{command} {name}", task) for name, task in tasks.items()) if tasks else [(command, parser)]
+
+
+LEAVES = dict(leaves())
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.dest not in OF_MAIN]
+
+
+def test_the_walk_sees_every_command_and_task() -> None:
+    assert {name.split()[0] for name in LEAVES} == set(COMMANDS)
+    assert set(importlib.import_module("duovolt.cli.bench").TASKS) == {n.split()[1] for n in LEAVES if " " in n}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_option_has_a_reader_and_every_reader_an_option(name: str) -> None:
+    parser = LEAVES[name]
+    assert parser.reads is not None, "a command declares READS beside its options"
+    assert parser.reads.names == {action.dest for action in options_of(parser)}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_condition_can_be_judged_by_what_a_parser_gives(name: str) -> None:
+    """With all at their defaults, each option is read or not: no condition asks for an argument that is not there."""
+    parser = LEAVES[name]
+    args = argparse.Namespace(**{action.dest: action.default for action in options_of(parser)})
+    if parser.reads.layered:
+        args = argparse.Namespace(
+            **vars(importlib.import_module("duovolt.runtime.proxy.options").ServeOptions("ranks"))
+        )
+    for conditions in parser.reads._conditions.values():
+        for condition in conditions:
+            assert (
+                condition.holds(args) in (True, False) or condition.holds(args) is None or condition.holds(args) == []
+            )
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_number_is_read_in_one_place(name: str) -> None:
+    for action in options_of(LEAVES[name]):
+        assert action.type not in (int, float), f"{action.dest}: cli/numbers.py reads numbers"
+        if action.type is not None and isinstance(action.default, str) and action.default is not argparse.SUPPRESS:
+            assert action.type(action.default) == action.default, "a default is what the option would have given"
+
+
+NOT_MEANT = [
+    "٣",
+    "3",
+    "1_0",
+    "1e1",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "9" * 21,
+    "0x10",
+    "1,0",
+    "3.5",
+    "",
+    " ",
+    "１２",
+    "½",
+]
+
+
+def takes_whole(action: argparse.Action) -> bool:
+    return getattr(action.type, "__module__", "") == numbers.__name__ and getattr(
+        action.type, "__qualname__", ""
+    ).split(".")[0] in ("whole", "whole_from", "positions")
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_whole_number_is_written_in_plain_digits(name: str) -> None:
+    for action in filter(takes_whole, options_of(LEAVES[name])):
+        for text in set(NOT_MEANT) - {"3"}:
+            with pytest.raises(argparse.ArgumentTypeError):
+                action.type(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "infinity", "1e999", "1_0.5", "٣.٥", "1.5 ", "0x1p3", "", "."])
+def test_a_decimal_is_a_finite_number_in_plain_digits(text: str) -> None:
+    for parse in (numbers.decimal, numbers.decimal_from(0), numbers.seconds(zero=True)):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+    assert [numbers.decimal(good) for good in ("1.5", "1e3", "-2", ".5", "3.")] == [1.5, 1000.0, -2.0, 0.5, 3.0]
+
+
+IGNORED = [
+    ("predict --study --card h200", "--card"),
+    ("predict qwen3.8-27b --card v100-877 --acceptance 0.5", "--acceptance"),
+    ("predict x.gguf --card v100-877 --graphs on", "--graphs"),
+    ("predict qwen3.8-27b --card v100-877 --json --what-if --drafts 1", "--what-if"),
+    ("predict qwen3.8-27b --card v100-877 --tp 1 --link nvlink", "--link"),
+    ("predict qwen3.8-27b --card v100-877 --tp 1 --head whole", "--head"),
+    ("predict --check m.json --against f.json --drafts 0", "--drafts"),  # at its default, and stated all the same
+    ("bench serve --overhead --lanes 2", "--lanes"),
+    ("bench serve --report run.jsonl --tokens 3", "--tokens"),
+    ("bench serve --url http://127.0.0.1:9 --rate 5", "--rate"),
+    ("bench curve --read c.json --steps 2", "--steps"),
+    ("bench collective --alone --ways ipc", "--ways"),
+    ("bench collective --lockstep --alone", "--alone"),
+    ("bench engine --dir somewhere --recipe v100", "--recipe"),
+    ("bench engine --devices cpu --arch compute_70", "--arch"),
+    ("bench engine --devices 0 --collective nccl", "--collective"),
+    ("bench engine --devices 0,1 --tp 1", "--tp"),
+    ("bench engine --head-split on", "--head-split"),
+    ("bench launches --card-file a.json --drafts 3", "--drafts"),
+    ("bench launches qwen3.8-27b --devices 0,1 --tp 1", "--tp"),
+    ("bench launches qwen3.8-27b --collective host", "--collective"),
+    ("bench pipeline --gigabytes 1", "--gigabytes"),
+    ("bench pipeline --quantisers --rounds 2", "--rounds"),
+    ("bench pipeline --full --work w --apart a", "--apart"),
+    ("bench kernels --route wide", "--route"),
+    ("kernels tune --arch sm_70", "--arch"),
+    ("kernels report --out somewhere", "--out"),
+    ("eval d --top 3", "--top"),
+    ("eval d --out o.json", "--out"),
+    ("eval --url http://127.0.0.1:9 --words w", "--words"),
+    ("eval --url http://127.0.0.1:9 --what text --contexts 4096", "--contexts"),
+    ("eval --url http://127.0.0.1:9 --what graded --window 5", "--window"),
+    ("eval --compare a b --text t", "--text"),
+    ("eval d --arithmetic --prompts 3", "--prompts"),
+    ("eval --arithmetic --random qwen3.8-27b --text t", "--text"),
+    ("eval d --arithmetic --seed 1", "--seed"),
+    ("compare d --a reference --b reference --kv int8", "--kv"),
+    ("compare d --b reference --devices 0", "--devices"),
+    ("compare d --text t --seed 3", "--seed"),
+    ("compare d --arch-a compute_70", "--arch-a"),
+    ("verify --converted c --mtp-from m", "--mtp-from"),
+    ("verify --converted c --recipe v100", "--recipe"),
+    ("verify --converted c --repair --endpoint http://127.0.0.1:9", "--endpoint"),
+    ("verify --converted c --quarantine", "--quarantine"),
+    ("synth d --config qwen3.8-27b --recipe v100", "--recipe"),
+    ("synth d --config qwen3.8-27b --fill sparse --seed 3", "--seed"),
+    ("selftest --read r --quick", "--quick"),
+    ("ledger m.gguf --tp 1", "--tp"),
+    ("serve r --backend reference --kv int8", "--kv"),
+    ("serve r --backend reference --devices 0", "--devices"),
+    ("serve r --devices cpu --collective nccl", "--collective"),
+    ("serve r --devices cpu --graphs serial", "--graphs"),
+    ("serve r --drafts 0 --draft-head auto", "--draft-head"),
+    ("serve r --prefix-cache off --prefix-interval 64", "--prefix-interval"),
+    ("serve r --max-waiting 0 --max-wait-seconds 3", "--max-wait-seconds"),
+    ("serve r --log-content", "--log-content"),
+]
+
+
+@pytest.mark.parametrize(("words", "option"), IGNORED, ids=[words for words, _ in IGNORED])
+def test_what_would_be_ignored_is_refused(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"duovolt: {option} has no effect here: ") and said.count("\n") == 1, said
+
+
+def test_a_layer_other_than_the_command_line_is_held_to_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DUOVOLT_COLLECTIVE", "nccl")
+    assert main(["serve", "r", "--devices", "cpu"]) == 2
+    assert "--collective has no effect here" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""Fields that the official clients know: each is read here, or listed as harmless, or refused with 400 and its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from duovolt.runtime.messages import GenerateRequest
+from duovolt.runtime.proxy.errors import ApiError
+from duovolt.runtime.proxy.foreign import HARMLESS, REFUSED, refuse_unheeded
+from duovolt.runtime.proxy.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    CountTokensBody,
+    MessagesBody,
+    ResponsesBody,
+    decode_body,
+)
+
+from .local_api import LocalApi
+from .stub_model import blocks, make_ranks, write_script
+
+USER = [{"role": "user", "content": "hi"}]
+GUIDE = Path(__file__).parents[2] / "docs" / "serve.md"
+LEAST: dict[type[Body], tuple[str, dict[str, Any]]] = {
+    ChatBody: ("/v1/chat/completions", {"messages": USER}),
+    CompletionBody: ("/v1/completions", {"prompt": "hi"}),
+    ResponsesBody: ("/v1/responses", {"input": "hi"}),
+    MessagesBody: ("/v1/messages", {"messages": USER, "max_tokens": 50}),
+    CountTokensBody: ("/v1/messages/count_tokens", {"messages": USER}),
+}
+OFFICIAL: list[tuple[type[Body], Any]] = [
+    (ChatBody, chat_create_params.CompletionCreateParamsStreaming),
+    (CompletionBody, completion_create_params.CompletionCreateParamsStreaming),
+    (ResponsesBody, response_create_params.ResponseCreateParamsStreaming),
+    (MessagesBody, message_create_params.MessageCreateParamsStreaming),
+    (MessagesBody, beta_message_create_params.MessageCreateParamsStreaming),
+    (CountTokensBody, message_count_tokens_params.MessageCountTokensParams),
+]
+# What asks for something, of each official field that is refused.
+ASKING: dict[str, Any] = {
+    "audio": {"voice": "alloy", "format": "wav"}, "modalities": ["text", "audio"], "functions": [{"name": "f"}],
+    "function_call": {"name": "f"}, "verbosity": "low", "web_search_options": {"search_context_size": "low"},
+    "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}, "container": "c1",
+    "mcp_servers": [{"url": "https://x", "name": "x", "type": "url"}], "compaction": {"type": "compaction"},
+    "thread": {"type": "create"},
+}  # fmt: skip
+
+
+def fields(params: Any) -> set[str]:
+    """All that a client's TypedDict lists, its bases' included."""
+    found = set(params.__required_keys__) | set(params.__optional_keys__)
+    assert found
+    return found
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> LocalApi:
+    folder = tmp_path_factory.mktemp("foreign")
+    script = write_script(folder / "script.jsonl", {"blocks": blocks("Hello")})
+    return LocalApi(make_ranks(folder / "ranks", 1), script, max_context=1000)
+
+
+def check(kind: type[Body], **more: Any) -> ApiError | None:
+    raw = msgspec.json.encode(LEAST[kind][1] | more)
+    body = decode_body(raw, kind)
+    try:
+        refuse_unheeded(raw, body)
+    except ApiError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("kind", "params"), OFFICIAL)
+def test_every_official_field_is_read_harmless_or_refused(kind: type[Body], params: Any) -> None:
+    own, listed = set(kind.__struct_fields__), fields(params)
+    assert not (strangers := listed - own - HARMLESS - set(REFUSED)), f"{sorted(strangers)}: which of the three?"
+    for name in listed & set(REFUSED) - own:
+        error = check(kind, **{name: ASKING[name]})
+        if kind is CountTokensBody and name == "compaction":
+            continue
+        assert error is not None and (error.status, error.param) == (400, name) and name in error.message
+
+
+def test_the_three_kinds_are_apart_and_the_guide_lists_the_harmless() -> None:
+    assert not HARMLESS & set(REFUSED)
+    told = GUIDE.read_text(encoding="utf-8").partition("## Fields that change nothing")[2].partition("\n## ")[0]
+    assert not (missing := sorted(name for name in HARMLESS if f"`{name}`" not in told)), missing
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LEAST if kind is not CountTokensBody])
+def test_a_refusal_names_the_field_over_http(api: LocalApi, kind: type[Body]) -> None:
+    path, least = LEAST[kind]
+    status, answer = api.post(path, least | {"min_tokens": 5})
+    assert status == 400 and "min_tokens is not honoured here" in answer["error"]["message"]
+    if kind is not MessagesBody:
+        assert answer["error"]["param"] == "min_tokens"
+
+
+def test_what_another_api_knows_is_refused_where_it_is_unknown() -> None:
+    for kind, name, value in (
+        (ChatBody, "best_of", 3), (ChatBody, "echo", True), (ChatBody, "system", "Be brief."), (ChatBody, "max_output_tokens", 5),
+        (CompletionBody, "tools", [{"type": "function"}]), (CompletionBody, "max_output_tokens", 5),
+        (ResponsesBody, "n", 2), (ResponsesBody, "presence_penalty", 1), (ResponsesBody, "stop_token_ids", [5]),
+        (ResponsesBody, "max_tokens", 5), (MessagesBody, "stop", ["x"]), (MessagesBody, "text", {"verbosity": "low"}),
+        (MessagesBody, "n", 2), (MessagesBody, "logit_bias", {"5": 1}), (CountTokensBody, "thread", {"type": "create"}),
+    ):  # fmt: skip
+        error = check(kind, **{name: value})
+        assert error is not None and error.param == name, (kind, name)
+
+
+@pytest.mark.parametrize("kind", LEAST)
+def test_what_asks_for_nothing_is_no_reason_to_refuse(kind: type[Body]) -> None:
+    """Clients send whole forms: null, empty values, and the values that mean the usual thing."""
+    for name, (_, usual) in REFUSED.items():
+        for value in (None, "", [], {}, *usual):
+            assert check(kind, **{name: value}) is None, (name, value)
+    for name, value in (
+        ("best_of", 1),
+        ("n", 1),
+        ("echo", False),
+        ("presence_penalty", 0.0),
+        ("truncation", "disabled"),
+    ):
+        assert check(kind, **{name: value}) is None, name
+    keeping = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert check(kind, context_management=keeping) is None and check(kind, context_management={"edits": []}) is None
+    assert check(kind, quite_unheard_of=7) is None
+
+
+def test_what_is_so_anyway_is_granted() -> None:
+    """Benchmarks ask for a least length together with `ignore_eos`, which gives them the whole of `max_tokens`."""
+    for kind in set(LEAST) - {CountTokensBody}:
+        assert (
+            check(kind, min_tokens=5, ignore_eos=True) is None
+            and check(kind, min_tokens=5, ignore_eos=False) is not None
+        )
+
+
+def test_both_names_of_a_length_may_be_sent_if_they_agree(api: LocalApi) -> None:
+    for kind in (ChatBody, CompletionBody):
+        path, least = LEAST[kind]
+        for names in (["max_completion_tokens"], ["max_tokens", "max_completion_tokens"]):
+            assert api.say(blocks("Hello"), path, least | dict.fromkeys(names, 3))[0] == 200
+            assert [one.max_tokens for one in api.sent if isinstance(one, GenerateRequest)] == [3]
+        status, answer = api.post(path, least | {"max_tokens": 3, "max_completion_tokens": 4})
+        assert status == 400 and "max_tokens is 3, max_completion_tokens 4" in answer["error"]["message"]
+
+
+def test_true_is_not_one_to_json() -> None:
+    for name, value in (("length_penalty", True), ("min_tokens", False), ("continue_final_message", 0)):
+        assert (error := check(ChatBody, **{name: value})) is not None and error.param == name
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(list(LEAST)),
+    some=st.dictionaries(
+        st.sampled_from(sorted(HARMLESS - {"include", "metadata", "model", "store", "stream", "stream_options"})),
+        st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), st.lists(st.integers(), max_size=2)),
+        max_size=4,
+    ),
+)
+def test_harmless_fields_change_no_answer(api: LocalApi, kind: type[Body], some: dict[str, Any]) -> None:
+    path, least = LEAST[kind]
+    sent = []
+    for body in (least, least | some):
+        body = body if kind is CountTokensBody else body | {"seed": 3}
+        status, answer = api.say(blocks("Hello"), path, body)
+        assert status == 200, answer
+        sent.append(
+            [(one.prompt, one.sampling, one.max_tokens) for one in api.sent if isinstance(one, GenerateRequest)]
+        )
+        sent[-1].append(answer.get("input_tokens"))
+    assert sent[0] == sent[1]
