@@ -148,7 +148,8 @@ def _launches(x: Tensor, weights: Sequence[Weight], order: list[int]) -> list[tu
         encoding = weights[index].encoding
         apart.setdefault(encoding if _in_slices(x, encoding) else MIXED, []).append(index)
     if len({weights[index].encoding for index in apart.get(MIXED, ())}) == 1:
-        apart[weights[apart[MIXED][0]].encoding] = apart.pop(MIXED)
+        members = apart.pop(MIXED)
+        apart[weights[members[0]].encoding] = members
     return list(apart.items())
 
 
@@ -174,8 +175,9 @@ def _launch(x: Tensor, kernel: str, filled: Task) -> None:
     module = _module(x, tuned)
     in_slices = kernel != MIXED and _in_slices(x, kernel)
     if in_slices and padded == slices.TOKENS:
-        cut = slices.cut(filled, kernel, multiprocessors(device), block_shared_bytes(device))
-        module.launch(cut.name, multiprocessors(device), slices.THREADS, (filled,), cut.shared_bytes, overlap=True)
+        blocks = multiprocessors(device)
+        shared_bytes = slices.cut(filled, blocks, block_shared_bytes(device))
+        module.launch(slices.KERNEL, blocks, slices.THREADS, (filled,), shared_bytes, overlap=True)
         return
     paired, resident, processors = filled.epilogue == SWIGLU, 0, multiprocessors(device)
     rows = tuned.rows_of(kernel, filled.items, paired, processors, module.arch, padded)

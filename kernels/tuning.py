@@ -28,8 +28,10 @@ _HALF_STAGE_BYTES = {"nvfp4": 8 * 160, "fp8": 4 * 288}
 MIXED_STAGES = 2  # of fp8 bands in a launch of several encodings
 BAND, HALF_BAND = 32, 16  # rows of an item
 HALVES = "halves"  # kernels of half a band an item: linear_{encoding}_halves_{T}
-SLICED = "sliced"  # kernels of bands whose chains are slices of K, for more than eight tokens: linear_{encoding}_sliced_{T}
-_SLICED_STAGE_BYTES, _SLICED_STAGES, _SLICED_CHAINS = {"nvfp4": 4 * 288}, 4, 16
+SLICED = (
+    "sliced"  # kernels of bands whose chains are slices of K, for more than eight tokens: linear_{encoding}_sliced_{T}
+)
+_SLICED_CHAINS = 16
 # What half a band of nvfp4 costs, of a whole one, by the instructions of a turn; sixteen rows of gate and of up against a band of
 # each. Bands of fp8, which waits for bytes, a multiprocessor: from and below which halves of them took less time on an H200
 # (docs/kernels/linear.md).
@@ -138,7 +140,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return sums
         if kind == SLICED:
             sums = (_SLICED_CHAINS + 1) * tokens * (held + 1) * 4
-            return sums + _WARPS * _SLICED_STAGES * _SLICED_STAGE_BYTES[encoding]
+            return sums + _WARPS * self.stages[encoding] * STAGE_BYTES[encoding]
         if kind == HALVES:
             return sums + _WARPS * self.half_stages[encoding] * _HALF_STAGE_BYTES[encoding]
         stages = self.stages | {"fp8": self.mixed_stages} if encoding == "any" else self.stages

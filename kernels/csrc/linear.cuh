@@ -21,7 +21,6 @@ using Fp8BlocksLane = Fp8Blocks;
 // The same weight where K goes in slices, as the order of additions must be that of linear_slices.cuh.
 template <class Weight> struct Sliced : Weight {
     static constexpr bool kSliced = true;
-    static constexpr int kTurn = kFour, kStages = 4;
 };
 template <class Weight, int kTiles, bool, Form kForm, int kStages>
 using Turns = AmpereTurns<Weight, kTiles, kForm, kStages>;
@@ -63,14 +62,14 @@ __device__ __forceinline__ void multiply_chain(Walk &walk, const Task &task, con
             const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
             const float scale = __ldg(matrix.block_scales + block);
             float products[kTiles][kSums] = {};
-            walk.multiply(products, turn);
+            walk.multiply(products, turn, end);
 #pragma unroll
             for (int index = 0; index < kTiles * kSums; ++index) {
                 float &total = sum[index / kSums][index % kSums];
                 total = fmaf(scale, products[index / kSums][index % kSums], total);
             }
         } else {
-            walk.multiply(sum, turn);
+            walk.multiply(sum, turn, end);
         }
     }
 #pragma unroll
@@ -248,18 +247,16 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
     LINEAR(linear_nvfp4_halves_##tokens, (run_halves<Fp4Lane, tiles>), kHalfBlocks[tiles - 1])                            \
     LINEAR(linear_fp8_halves_##tokens, (run_halves<Fp8Lane, tiles>), kHalfBlocks[tiles - 1])
 // Launches in slices of K (kernels/slices.py): up to eight tokens, and more.
-#define SLICES(name, ...)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) name(const __grid_constant__ Task task) {            \
-        run_slices<__VA_ARGS__>(task);                                                                                 \
+#define SLICES                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_slices_8(                               \
+        const __grid_constant__ Task task) {                                                                           \
+        run_slices<Fp4Lane, 5, 4>(task);                                                                               \
     }
-#define SLICES_KEPT                                                                                                    \
-    SLICES(linear_nvfp4_slices_5_8, Fp4Lane, SlicesKept<Fp4Lane, 5, 4>)                                                \
-    SLICES(linear_nvfp4_slices_9_8, Fp4Lane, SlicesKept<Fp4Lane, 9, 4>)
 #define SLICED(tokens, tiles) LINEAR(linear_nvfp4_sliced_##tokens, (run<Sliced<Fp4Lane>, tiles>), kBlocks[tiles - 1])
 #else
 #define HALVES(tokens, tiles)
 #define SLICED(tokens, tiles)
-#define SLICES_KEPT
+#define SLICES
 #endif
 #define LINEARS(tokens, tiles)                                                                                         \
     LINEAR(linear_nvfp4_##tokens, (run<Fp4Lane, tiles>), kBlocks[tiles - 1])                                             \

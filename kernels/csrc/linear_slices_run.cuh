@@ -1,18 +1,14 @@
 // A launch in slices of K: what the warps' sums become, and the kernel's way from step to step. Included by linear.cuh.
 #pragma once
-#include "linear_slices_turns.cuh"
+#include "linear_slices.cuh"
 
 // Sums of a round of steps: [steps, kSlices, tokens, kSumPitch]; `put`: where a lane's first one of a step stands, for row 0.
-template <bool kHalved, class Own>
-__device__ __forceinline__ void put_sums(const Task &task, const float (&sum)[Own::kTiles][4], int lane, float *put) {
+template <bool kHalved, class Products>
+__device__ __forceinline__ void put_sums(const Task &task, const float (&sum)[4], int lane, float *put) {
 #pragma unroll
-    for (int tile = 0; tile < Own::kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < (kHalved ? 2 : 4); ++i) {
-            const int token = tile * kTokens + i % 2;
-            if (lane % 4 * 2 + token < task.tokens) {
-                put[token * kSumPitch + Own::Products::template row<kHalved>(lane, i)] = sum[tile][i];
-            }
+    for (int i = 0; i < (kHalved ? 2 : 4); ++i) {
+        if (lane % 4 * 2 + i % 2 < task.tokens) {
+            put[i % 2 * kSumPitch + Products::template row<kHalved>(lane, i)] = sum[i];
         }
     }
 }
@@ -30,24 +26,20 @@ template <class Weight> struct Output {
         int held = index % rows, own = index / rows / task.tokens;
         const int step = first_step + own;
         token = index / rows - own * task.tokens;
-        int part, band, above, place;
+        int band, above, place; // of the band in the launch; how far up's sums stand behind those of gate; in the band
         there = true;
         if (step < share.whole_steps) {
             band = share.band_of(step);
-#ifdef PAIR_APART
             place = (share.paired ? (step >> 1) % 2 : step % 2) * kHalfRows;
-            if (share.paired) { // two steps of gate and of up have sixteen outputs
+            if (share.paired) { // two steps, of gate and of up, have sixteen outputs
                 held += own % 2 * rows;
                 own &= ~1;
             }
             place += held;
             above = kSlices * task.tokens * kSumPitch;
-#else
-            place = (step & ((1 << share.shift) - 1)) * rows + held;
-            above = rows;
-#endif
         } else {
             const int units = share.halved(step) ? 2 : 1;
+            int part;
             place = share.left_row_of(step, held, part);
             band = place / kRows;
             place %= kRows;
@@ -89,8 +81,9 @@ template <class Weight> struct Output {
     }
 };
 
-// Dynamic shared memory: rings of all warps, then the sums of one round, or of two in turn.
-template <class Weight, class Own> __device__ __forceinline__ void run_slices(const Task &task) {
+// Dynamic shared memory: rings of all warps, then the sums of one round, or of two that take turns.
+template <class Weight, int kFours, int kAhead> __device__ __forceinline__ void run_slices(const Task &task) {
+    using Own = SliceTurns<Weight, kFours, kAhead>;
     const Share share(task);
     Own own(task, share, dynamic_shared());
     take_over(); // weights are on their way; what else is read, the launch before may have written
@@ -106,17 +99,17 @@ template <class Weight, class Own> __device__ __forceinline__ void run_slices(co
         float *put = round_sums + first_sum;
 #pragma unroll 1
         for (int step = first; step < first + count; ++step, put += step_sums) {
-            float sum[Own::kTiles][4] = {};
+            float sum[4] = {};
             if (share.halved(step)) {
                 own.template multiply<true>(sum, step);
-                put_sums<true, Own>(task, sum, lane, put);
+                put_sums<true, typename Own::Products>(task, sum, lane, put);
             } else {
                 own.template multiply<false>(sum, step);
-                put_sums<false, Own>(task, sum, lane, put);
+                put_sums<false, typename Own::Products>(task, sum, lane, put);
             }
         }
         const int outputs = count * task.tokens * (share.paired ? kHalfRows / 2 : kHalfRows);
-        if (static_cast<int>(threadIdx.x / 32 * 32) < outputs) { // whole warps
+        if (static_cast<int>(threadIdx.x / 32 * 32) < outputs) { // whole warps: a barrier must not part them
             int index = threadIdx.x;
             Output<Weight> output(task, share, round_sums, first, index < outputs ? index : 0);
             __syncthreads();

@@ -81,7 +81,7 @@ __device__ __forceinline__ int slice_begin(const Task &task, int slice) { // its
 
 // The turns of one warp through its block's bands, in order: kTurn tiles each. Loads walk it ahead of the products, across
 // bands too. A band's sums are one chain of products a warp, of every kWarps-th turn; kSliced: one a slice, which a warp has
-// two of, of turns of four tiles.
+// two of; turns are then counted in fours, and the last of a slice may be cut short.
 template <int kTurn, bool kSliced = false> struct Walk {
     static constexpr int kChains = kSliced ? kSlices : kWarps;
     const Task &task;
@@ -101,7 +101,8 @@ template <int kTurn, bool kSliced = false> struct Walk {
     __device__ bool done() const { return item >= items.end; }
 
     // Turns of a chain: every kStride-th.
-    static constexpr int kStride = kSliced ? 1 : kWarps;
+    static constexpr int kStride = kSliced ? kTurn / kFour : kWarps;
+    static constexpr int kUnit = kSliced ? kFour : kTurn; // tiles that a turn's number counts
     __device__ int first_turn(int chain) const { return kSliced ? slice_begin(task, chain) : chain; }
     __device__ int last_turn(int chain) const { return kSliced ? slice_begin(task, chain) + slice_fours(task, chain) : turns(); }
 
