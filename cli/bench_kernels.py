@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterable
 
 import torch
 from msgspec.structs import replace
@@ -13,6 +14,7 @@ from ..kernels.tuning import choice, using
 from ..perf.kernel_families import FAMILIES, FamilyRow, measure_families
 from ..perf.kernels import CASES, ROUTES, Case, PrefillRow, Row, loadable, measure, measure_prefill, the_device
 from ..perf.machine import machine_of
+from ..perf.prompt_layers import LayerRow, measure_layers
 from .numbers import whole
 from .reads import ALWAYS, Reads, given, without
 
@@ -21,6 +23,7 @@ EXAMPLE = """examples:
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
   duovolt bench kernels --tokens 1 4 --rows 32 16 auto --overlap
   duovolt bench kernels --prefill 25 64 256 2048 --route narrow wide beside
+  duovolt bench kernels --prefill 2048 4096 --layers
   duovolt bench kernels --family attention delta --overlap
 
 Decode linears (or other families) at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the
@@ -35,7 +38,7 @@ READS = Reads(
         without("family"): "prefill",
         _LINEARS: "tokens only ablate rows",
         without("prefill"): "overlap",
-        given("prefill"): "route",
+        given("prefill"): "route layers",
     }
 )
 
@@ -65,6 +68,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=ROUTES,
         help="with --prefill, ways to take: the card's own; decode linear and dequantised weights; the wide linear; "
         "dequantising beside the vendor's product (default: chosen)",
+    )
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="with --prefill, not each linear but those of a layer, as the engine calls them",
     )
     parser.add_argument(
         "--family",
@@ -123,6 +131,14 @@ def prefill_line(row: PrefillRow) -> str:
     )
 
 
+def layer_line(row: LayerRow) -> str:
+    """One row: time, rate, share of cuBLAS."""
+    return (
+        f"layer of {row.layer:<13} T {row.tokens:<5} {row.route:<7} {row.seconds * 1e6:8.1f} us  "
+        f"{row.flops / row.seconds / 1e12:5.0f} TFLOP/s  cuBLAS fp16 {row.cublas * 1e6:8.1f} us  share {row.ratio:.2f}"
+    )
+
+
 def family_line(row: FamilyRow) -> str:
     """One row: time, share of the plain read, rate of products, peer."""
     rate = f"  {row.flops / row.seconds / 1e12:5.0f} TFLOP/s" if row.flops else ""
@@ -157,10 +173,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.prefill:
         facts = []
-        for prompt in measure_prefill(args.prefill, device, args.route or ["chosen"]):
+        found: Iterable[PrefillRow | LayerRow] = (measure_layers if args.layers else measure_prefill)(
+            args.prefill, device, args.route or ["chosen"]
+        )
+        for prompt in found:
             facts.append(dataclasses.asdict(prompt) | {"share": prompt.ratio})
             if not silent:
-                print(prefill_line(prompt), flush=True)
+                print(layer_line(prompt) if isinstance(prompt, LayerRow) else prefill_line(prompt), flush=True)
         if args.json:
             print(json.dumps(facts, indent=1))
         return 0

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoint.errors import InputError
 from .layers import Option, add_options, settle, truth
 from .numbers import cards, memory, positions, seconds, whole_from
 from .reads import ALWAYS, Condition, Reads, given, valued
+
+if TYPE_CHECKING:
+    from ..runtime.proxy.options import ServeOptions
 
 EXAMPLE = """examples:
   duovolt serve ranks/ --lanes 2 --max-context 32768
@@ -21,6 +25,7 @@ EXAMPLE = """examples:
 
 _FOR_CARDS = Condition("by the cuda backend", lambda args: args.backend in ("auto", "cuda"))
 _ON_CARDS = Condition("on cards", lambda args: args.devices != "cpu")
+_DRAFTING = Condition("with --drafts", lambda args: args.drafts != 0)
 _MODEL = Condition("by a model, not a script", lambda args: not args.backend.startswith("scripted"))
 READS = Reads(
     {
@@ -29,8 +34,8 @@ READS = Reads(
         _FOR_CARDS: "devices kv attention head_split delta",
         _FOR_CARDS & _ON_CARDS: "graphs collective",
         _FOR_CARDS & valued("graphs", "off"): "graphs",  # as it is without cards
-        _FOR_CARDS & given("drafts"): "draft_window",
-        _MODEL & given("drafts"): "draft_head",
+        _FOR_CARDS & _DRAFTING: "draft_window",
+        _MODEL & _DRAFTING: "draft_head",
         given("prefix_cache"): "prefix_interval",
         given("log_requests"): "log_content",
         given("max_waiting"): "max_wait_seconds",
@@ -92,7 +97,7 @@ def server_options() -> list[Option]:
             "tokens of context that drafting looks at, on cards; 0: all (default: 0)",
         ),
         Option("lanes", whole_from(1, 4), "answers made at once, 1 to 4 (default: 1)"),
-        Option("drafts", whole_from(0, 5), "tokens drafted a round, 0 to 5 (default: 3)"),
+        Option("drafts", whole_from(0, 5), "tokens drafted a round, 0 to 5 (default: 3, or 0 without an MTP layer)"),
         Option(
             "draft-head",
             _one_of("auto", "on", "off"),
@@ -162,15 +167,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..runtime.proxy.options import ServeOptions
     from ..runtime.proxy.server import serve
+
+    return serve(options_of(args))
+
+
+def options_of(args: argparse.Namespace) -> ServeOptions:
+    """What all layers together say. Raises InputError as `settle`, and for what would have no effect."""
+    from ..runtime.proxy.options import ServeOptions
 
     stated = settle(args, [*server_options(), Option("ranks", Path, "", metavar="a folder", place=True)])
     if "ranks" not in stated:
         raise InputError("RANKS is missing: name the folder of ranks, or set ranks in --config FILE or DUOVOLT_RANKS.")
     options = ServeOptions(**stated, quiet=args.quiet)
     READS.refuse_unread(argparse.Namespace(**vars(options)), stated)
-    return serve(options)
+    return options
 
 
 def _one_of(*words: str) -> Callable[[str], str]:

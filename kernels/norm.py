@@ -215,9 +215,10 @@ def embed(tokens: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     A token outside of the table gives a row of NaN: an id cannot be checked without waiting for the device.
     """
     out = _checked_embed(tokens, table, out)
-    name = f"embed_{_EMBED[table.dtype]}"
     count, columns = tokens.shape[0], table.shape[1]
-    parts = -(-columns // (4 * _THREADS)) if count <= _FEW else 1
+    few = count <= _FEW
+    name = f"embed_{'' if few else 'many_'}{_EMBED[table.dtype]}"
+    parts = -(-columns // (4 * _THREADS)) if few else 1
     launch(SOURCE, name, (count, parts), _THREADS, (tokens, table, out, *table.shape), table.device, overlap=True)
     return out
 

@@ -6,12 +6,14 @@ W[n, k] * s[n] rounded, and sums in float32 by the vendor's library. There the w
 the largest near 4, and the product is multiplied back in float32, so that neither small nor large scales leave fp16's range;
 nvfp4 of one scale without that scale, so that its values stay exact.
 
+Matrices that share x stand side by side in one plain matrix where they fit: a product's last wave of tiles is seldom full, and
+each has one.
+
 What is promised of bits: a call of the same weights with the same x, on the same card, versions and choices, gives the same. A
 token's may differ between numbers of tokens. In the wide linear they do not depend on the other tokens nor on its place.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,11 +23,12 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from . import staging, wide
+from .half_factors import Shared, half_factors, shared_factors
 from .linear import MAX_TOKENS, check_addresses, check_rows, linear, linears, linears_reference
 from .module import load
 from .task import FLOAT, HALF, MATRICES, SWIGLU, matrix_of
 from .tuning import choice
-from .weights import BAND, GROUP, Fp8BlockWeight, HalfWeight, Nvfp4Weight, Weight, check
+from .weights import BAND, GROUP, Weight, check
 
 SOURCE = "dequantise.cu"
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
@@ -35,9 +38,7 @@ BESIDE_ROWS = (
 )
 _BESIDE_PIECES = 3  # at least: what is made before the first product is hidden by none
 _PARTIAL_BYTES = 20 << 20  # of the wide linear's sums on 160 multiprocessors
-_LARGEST_FP8, _LARGEST_E2M1 = 448.0, 6.0
-_LEAST_SCALE = 1e-20  # of which the inverse is far from the end of float32
-_TARGET = 2  # the largest possible weight comes to lie at or below 2^2
+_GATES_TOGETHER = (8, 0)
 _WARPS, _TILES_A_WARP = 8, 4  # of a block of the dequantising kernel
 
 
@@ -65,16 +66,13 @@ def linear_blocks(
 ) -> Sequence[Tensor]:
     """x float16 [T, K] times each weight into float32 [T, N], for any T; the outputs may be columns of one tensor.
 
-    The sums as they are where the decode or the wide linear is taken; elsewhere through fp16, cut off at +-65504, and
-    `overflows` int32 [T] gains what was. Otherwise as `linear_block`.
+    The sums as they are; only where torch is older than 2.8 dequantised weights' sums come through fp16, cut off at +-65504,
+    and `overflows` int32 [T] gains what was. Otherwise as `linear_block`.
     """
     for weight, out in zip(weights, outs, strict=True):
         _check_input(x, weight)
         check_rows("out", out, torch.float32, (x.shape[0], weight.shape[0]), x.device)
     _check_device(x, weights)
-    if x.shape[0] <= MAX_TOKENS:
-        linears(x, weights, outs)
-        return outs
     left = []
     for kind in dict.fromkeys(weight.encoding for weight in weights):
         alike = [(weight, out) for weight, out in zip(weights, outs, strict=True) if weight.encoding == kind]
@@ -84,8 +82,14 @@ def linear_blocks(
         for first in range(0, len(alike), MATRICES):
             some = alike[first : first + MATRICES]
             wide.multiply(x, [one for one, _ in some], [one for _, one in some], FLOAT)
-    for weight, out in left:
-        staging.widen(linear_block(x, weight), out, overflows=overflows)
+    if left and x.shape[0] <= FEW_TOKENS:
+        for first in range(0, x.shape[0], MAX_TOKENS):
+            few = slice(first, first + MAX_TOKENS)
+            linears(x[few], [weight for weight, _ in left], [out[few] for _, out in left])
+        return outs
+    left.sort(key=lambda pair: pair[1].data_ptr())  # neighbours beside each other, whatever their encodings
+    for group in _neighbours(left, x.shape[1]):
+        _multiply_sums(x, group, overflows)
     return outs
 
 
@@ -103,8 +107,17 @@ def swiglu_block(x: Tensor, gate: Weight, up: Weight, *, overflows: Tensor | Non
         out = torch.empty(x.shape[0], gate.shape[0], dtype=torch.float16, device=x.device)
         wide.multiply(x, [gate, up], [out], SWIGLU, overflows=overflows)
         return out
-    opened, raised = linear_block(x, gate), linear_block(x, up)
-    return staging.silu_product(opened, raised, opened, overflows=overflows)
+    together = x.shape[0] > FEW_TOKENS and gates_together(x.device) and _fit([gate, up])
+    shared = shared_factors([gate, up]) if together else None
+    if shared is None:
+        opened, raised = linear_block(x, gate), linear_block(x, up)
+        return staging.silu_product(opened, raised, opened, overflows=overflows)
+    rows = gate.shape[0]
+    both = torch.empty(x.shape[0], 2 * rows, dtype=torch.float16, device=x.device)
+    _multiply_together(x, [gate, up], shared, both)
+    return staging.silu_product(
+        both[:, :rows], both[:, rows:], rests=(shared.rests[0], shared.rests[1]), overflows=overflows
+    )
 
 
 def linear_block_reference(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -135,6 +148,67 @@ def _takes_wide(x: Tensor, weight: Weight) -> bool:
     chosen = choice(x.device.index)
     wanted = x.shape[0] > MAX_TOKENS and chosen.wide_from <= x.shape[0] <= chosen.wide_up_to
     return wanted and wide.widest_on(weight.encoding, x.device) > 0
+
+
+@functools.cache
+def gates_together(device: torch.device) -> bool:
+    """Whether gate and up are multiplied side by side, which takes the memory of both: on an H200 3 to 5 % sooner; on a V100 as
+    many waves of tiles as one after the other, by reckoning."""
+    return torch.cuda.get_device_capability(device) >= _GATES_TOGETHER
+
+
+def _fit(weights: Sequence[Weight]) -> bool:
+    """Whether several are multiplied side by side: each with the rows of its last band, all within the memory of one."""
+    nbytes = sum(2 * BAND * weight.words.shape[0] * weight.shape[1] for weight in weights)
+    return nbytes <= SCRATCH_BYTES and not choice(weights[0].words.device.index or 0).overlap_dequantising
+
+
+def _neighbours(pairs: Sequence[tuple[Weight, Tensor]], columns: int) -> list[list[tuple[Weight, Tensor]]]:
+    """Runs of weights whose outputs are columns side by side, and which can share a product as they are."""
+    groups: list[list[tuple[Weight, Tensor]]] = []
+    for weight, out in pairs:
+        if groups:
+            last = groups[-1][-1][1]
+            beside = (
+                out.stride() == last.stride()
+                and out.data_ptr() == last.data_ptr() + last.element_size() * last.shape[1]
+            )
+            together = [one for one, _ in groups[-1]] + [weight]
+            if beside and _fit(together):
+                shared = shared_factors(together)
+                if shared is not None and all(rest == 1 for rest in shared.rests):
+                    groups[-1].append((weight, out))
+                    continue
+        groups.append([(weight, out)])
+    return groups
+
+
+def _multiply_sums(x: Tensor, group: Sequence[tuple[Weight, Tensor]], overflows: Tensor | None) -> None:
+    """Weights whose outputs are float32 columns side by side."""
+    weights, first = [weight for weight, _ in group], group[0][1]
+    width = sum(weight.shape[0] for weight in weights)
+    out = first.as_strided((x.shape[0], width), first.stride())
+    sums = out if _gives_float32() else torch.empty(x.shape[0], width, dtype=torch.float16, device=x.device)
+    shared = shared_factors(weights) if len(group) > 1 else None
+    if shared is None:
+        _multiply_plain(x, weights[0], sums)
+    else:
+        _multiply_together(x, weights, shared, sums)
+    if sums is not out:
+        staging.widen(sums, out, overflows=overflows)
+
+
+def _multiply_together(x: Tensor, weights: Sequence[Weight], shared: Shared, out: Tensor) -> None:
+    """One product of several weights; out [T, all their rows]."""
+    columns, rows = x.shape[1], [weight.shape[0] for weight in weights]
+    last = BAND * weights[-1].words.shape[0]
+    plain = torch.empty(sum(rows[:-1]) + last, columns, dtype=torch.float16, device=x.device)
+    first = 0
+    for weight, own, factor in zip(weights, rows, shared.factors, strict=True):
+        whole = BAND * weight.words.shape[0]  # the rows past the weight's end are the next one's, which comes after
+        dequantise(weight, plain[first : first + whole], 0, factor)
+        first += own
+    _addmm(x, plain[:first], shared.back, out)
 
 
 @dataclass(frozen=True)
@@ -219,8 +293,21 @@ def _plain(piece: _Piece, buffer: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, piece: _Piece, plain: Tensor) -> None:
-    out, back = piece.out, half_factors(piece.weight)[1]
-    torch.addmm(out, x, plain[: out.shape[1]].t(), beta=0, alpha=back, out=out)
+    _addmm(x, plain[: piece.out.shape[1]], half_factors(piece.weight)[1], piece.out)
+
+
+def _addmm(x: Tensor, plain: Tensor, back: float, out: Tensor) -> None:
+    """x times plain [N, K] transposed, times `back`, into `out` [T, N], fp16 or, where torch gives them, float32 sums."""
+    if out.dtype == torch.float32:
+        torch.ops.aten.addmm.dtype_out(out, x, plain.t(), torch.float32, beta=0, alpha=back, out=out)
+    else:
+        torch.addmm(out, x, plain.t(), beta=0, alpha=back, out=out)
+
+
+@functools.cache
+def _gives_float32() -> bool:
+    """Whether torch (2.8 and newer) writes the sums of fp16 factors as they are."""
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> None:
@@ -230,42 +317,6 @@ def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> N
     module = load(SOURCE, out.device.index)
     arguments = (matrix_of(weight), out, groups, first_band, bands, float(factor))
     module.launch(f"dequantise_{weight.encoding}", blocks, 32 * _WARPS, arguments)
-
-
-def half_factors(weight: Weight) -> tuple[float, float]:
-    """(what the weight times its scales is multiplied by on its way to fp16, what the product is multiplied by after).
-
-    The weight's largest value comes to lie in (2, 4]: for fp16 matrices the largest that is there, for words the largest
-    that their scales allow. 1 and 1 for a weight of zeros.
-    """
-    known = weight.__dict__.get("_half_factors")
-    if known is None:
-        known = _half_factors(weight)
-        object.__setattr__(weight, "_half_factors", known)  # derived from the frozen fields, and costly
-    return known
-
-
-def _half_factors(weight: Weight) -> tuple[float, float]:
-    if isinstance(weight, HalfWeight):
-        over = (1, 2, 4)  # all but the rows
-        rows = torch.maximum(weight.words.amax(over), -weight.words.amin(over)).flatten()[: weight.scale.numel()]
-        return _power(float((rows.float() * weight.scale.abs()).max()))
-    scales = weight.block_scale if isinstance(weight, Fp8BlockWeight) else weight.scale
-    scale = float(scales.abs().max())
-    if not isinstance(weight, Nvfp4Weight):
-        return _power(_LARGEST_FP8 * scale)
-    codes = int((weight.block_scale & 0x7F).max())
-    values = _LARGEST_E2M1 * float(torch.tensor([codes], dtype=torch.uint8).view(torch.float8_e4m3fn).float())
-    if scales.numel() > 1 or not _LEAST_SCALE < scale < 1 / _LEAST_SCALE or float(scales) < 0:
-        return _power(values * scale)
-    factor, back = _power(values)
-    return factor / scale, back * scale
-
-
-def _power(largest: float) -> tuple[float, float]:
-    """A power of two that brings `largest` to (2, 4], and its inverse."""
-    exponent = _TARGET - math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
-    return 2.0**exponent, 2.0**-exponent
 
 
 @functools.cache

@@ -35,23 +35,40 @@ def widen_reference(part: Tensor, out: Tensor, *, overflows: Tensor | None = Non
     return out.copy_(wide.clamp(-LARGEST, LARGEST))
 
 
-def silu_product(gate: Tensor, up: Tensor, out: Tensor | None = None, *, overflows: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, float16 [T, N] each, N a multiple of 8; `out` may be one of them."""
-    out = _checked_product(gate, up, out, overflows)
+def silu_product(
+    gate: Tensor,
+    up: Tensor,
+    out: Tensor | None = None,
+    *,
+    rests: tuple[float, float] = (1.0, 1.0),
+    overflows: Tensor | None = None,
+) -> Tensor:
+    """silu(gate * rests[0]) * (up * rests[1]), float16 [T, N] each, N a multiple of 8; `out` may be one of them.
+
+    Rows of gate and up may stand apart, equally far, those of `out` may not.
+    """
+    out, stride = _checked_product(gate, up, out, overflows)
     rows, columns = gate.shape
-    launch(SOURCE, "staging_swiglu", rows, _THREADS, (gate, up, out, overflows, columns), gate.device)
+    arguments = (gate, up, stride, *map(float, rests), out, overflows, columns)
+    launch(SOURCE, "staging_swiglu", rows, _THREADS, arguments, gate.device)
     return out
 
 
 def silu_product_reference(
-    gate: Tensor, up: Tensor, out: Tensor | None = None, *, overflows: Tensor | None = None
+    gate: Tensor,
+    up: Tensor,
+    out: Tensor | None = None,
+    *,
+    rests: tuple[float, float] = (1.0, 1.0),
+    overflows: Tensor | None = None,
 ) -> Tensor:
     """What `silu_product` computes, in torch on any device."""
-    out = _checked_product(gate, up, out, overflows)
+    out, _ = _checked_product(gate, up, out, overflows)
     factors = []
-    for part in (gate, up):
-        staged(part.float(), overflows)  # counts
-        factors.append(part.float().clamp(-LARGEST, LARGEST))
+    for part, rest in zip((gate, up), rests, strict=True):
+        wide = part.float() * rest
+        staged(wide, overflows)  # counts
+        factors.append(wide.clamp(-LARGEST, LARGEST))
     return out.copy_(staged(reference.silu(factors[0]) * factors[1], overflows))
 
 
@@ -62,15 +79,18 @@ def _checked_widen(part: Tensor, out: Tensor, overflows: Tensor | None) -> int:
     return check_rows("out", out, torch.float32, tuple(part.shape), part.device, 4)
 
 
-def _checked_product(gate: Tensor, up: Tensor, out: Tensor | None, overflows: Tensor | None) -> Tensor:
+def _checked_product(gate: Tensor, up: Tensor, out: Tensor | None, overflows: Tensor | None) -> tuple[Tensor, int]:
     check_dimensions("gate", gate, 2, "[T, N]")
     if gate.shape[1] % 8:
         raise InputError(f"gate is {list(gate.shape)}: expected a multiple of 8 columns.")
-    out = torch.empty_like(gate) if out is None else out
-    for name, tensor in (("gate", gate), ("up", up), ("out", out)):
-        check(name, tensor, torch.float16, tuple(gate.shape), gate.device)
+    out = torch.empty(gate.shape, dtype=torch.float16, device=gate.device) if out is None else out
+    shape, device = tuple(gate.shape), gate.device
+    strides = [check_rows(name, part, torch.float16, shape, device) for name, part in (("gate", gate), ("up", up))]
+    check("out", out, torch.float16, shape, device)
+    if strides[0] != strides[1]:
+        raise InputError(f"rows of gate stand {strides[0]} apart, those of up {strides[1]}: expected the same.")
     _check_overflows(overflows, gate)
-    return out
+    return out, strides[0]
 
 
 def _check_overflows(overflows: Tensor | None, rows: Tensor) -> None:

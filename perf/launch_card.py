@@ -15,10 +15,10 @@ SMALL = (
 
 def sections(files: Sequence[LaunchTimes]) -> str:
     """[small]'s gaps, [kernel_us] and [overlap] as lines of TOML, microseconds: means over what was measured."""
-    lines = [f"# `bench launches --card-file`, of {_sources(files)}"]
+    lines = [_remark(f"`bench launches --card-file`, of {_sources(files)}")]
     chains = [chain for file in files for chain in file.chains if not chain.fault]
     lines += [
-        f"# left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}"
+        _remark(f"left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}")
         for file in files
         for chain in file.chains
         if chain.fault
@@ -42,6 +42,11 @@ def sections(files: Sequence[LaunchTimes]) -> str:
             f'"{kind_name(names)}" = {1e6 * saved:.2f}' for names, saved in kinds.items() if len(names) == 2
         )
     return "\n".join(lines) + "\n"
+
+
+def _remark(text: str) -> str:
+    """A comment of one line, whatever names a file of measurements holds."""
+    return "# " + "".join(c if c.isprintable() else " " for c in text)
 
 
 def _sources(files: Iterable[LaunchTimes]) -> str:

@@ -1,10 +1,11 @@
 // What one lane holds of one row of a tile, for each encoding: 16 values times a power of two, as fp16 pairs.
 //
 // kBytes: of a row of a tile. kTurn: tiles that a warp takes at a time. kUnit: the power of two that the decoders leave out.
-// kPairs: whether gate and up may stand side by side. kStages: turns in a warp's ring of tiles in shared memory; kHalfStages: where they hold half a band. `load` reads global
-// memory, `take` the row at an address of shared memory whose tiles hold kHeld rows, or `take_two` it and the next; `prepare`
-// comes before `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and `arrange` the activations of eight columns in
-// the same order. `drop_lower` puts columns 8..15 in the place of 0..7. `mix` stands for all arithmetic where that is measured.
+// kPairs: whether gate and up may stand side by side. kStages: turns in a warp's ring of tiles in shared memory; kHalfStages:
+// where they hold half a band. `load` reads global memory (`load_half` its columns 0..7 or 8..15, in the place of 0..7), `take`
+// the row at an address of shared memory whose tiles hold kHeld rows, or `take_two` it and the next; `prepare` comes before
+// `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and `arrange` the activations of eight columns in the same order.
+// `mix` stands for all arithmetic where that is measured.
 #pragma once
 #include "decode.cuh"
 #include "half.cuh"
@@ -49,6 +50,10 @@ struct Nvfp4 {
         return {__ldcs(reinterpret_cast<const uint2 *>(words) + lane), __ldcs(scales + lane)};
     }
 
+    __device__ static Nvfp4 load_half(const unsigned char *words, const unsigned char *scales, size_t lane, int half) {
+        return {{__ldcs(reinterpret_cast<const unsigned *>(words) + 2 * lane + half), 0}, __ldcs(scales + lane)};
+    }
+
     // A row and the next, by one read: their words stand together, and so do their scales.
     __device__ static void take_two(SharedAddress row, SharedAddress row_scales, Nvfp4 &upper, Nvfp4 &lower) {
         const uint4 words = shared_16(row);
@@ -79,8 +84,6 @@ struct Nvfp4 {
 
     __device__ static uint4 arrange(uint4 x) { return x; }
 
-    __device__ void drop_lower() { codes.x = codes.y; }
-
     __device__ unsigned mix() const { return codes.x ^ codes.y ^ factor; }
 };
 
@@ -95,6 +98,11 @@ struct Fp8 {
 
     __device__ static Fp8 load(const unsigned char *words, const unsigned char *, size_t lane) {
         return {__ldcs(reinterpret_cast<const uint4 *>(words) + lane)};
+    }
+
+    __device__ static Fp8 load_half(const unsigned char *words, const unsigned char *, size_t lane, int half) {
+        const uint2 found = __ldcs(reinterpret_cast<const uint2 *>(words) + 2 * lane + half);
+        return {{found.x, found.y, 0, 0}};
     }
 
     template <int kHeld> __device__ static Fp8 take(SharedAddress row) { return {shared_16(row)}; }
@@ -113,8 +121,6 @@ struct Fp8 {
 
     __device__ static uint4 arrange(uint4 x) { return x; }
 
-    __device__ void drop_lower() { values.x = values.z, values.y = values.w; }
-
     __device__ unsigned mix() const { return values.x ^ values.y ^ values.z ^ values.w; }
 };
 
@@ -124,6 +130,10 @@ struct Fp8Blocks : Fp8 {
 
     __device__ static Fp8Blocks load(const unsigned char *words, const unsigned char *scales, size_t lane) {
         return {Fp8::load(words, scales, lane)};
+    }
+
+    __device__ static Fp8Blocks load_half(const unsigned char *words, const unsigned char *scales, size_t lane, int half) {
+        return {Fp8::load_half(words, scales, lane, half)};
     }
 
     template <int kHeld> __device__ static Fp8Blocks take(SharedAddress row) { return {Fp8::take<kHeld>(row)}; }
@@ -143,6 +153,10 @@ struct Half {
         return {__ldcs(half), __ldcs(half + kRows)};
     }
 
+    __device__ static Half load_half(const unsigned char *words, const unsigned char *, size_t lane, int half) {
+        return {__ldcs(reinterpret_cast<const uint4 *>(words) + lane + (lane / kRows + half) * kRows), {}};
+    }
+
     template <int kHeld> __device__ static Half take(SharedAddress row) {
         return {shared_16(row), shared_16(row + kHeld * 16)};
     }
@@ -160,8 +174,6 @@ struct Half {
     }
 
     __device__ static uint4 arrange(uint4 x) { return x; }
-
-    __device__ void drop_lower() { low = high; }
 
     __device__ unsigned mix() const { return low.x ^ low.y ^ low.z ^ low.w ^ high.x ^ high.y ^ high.z ^ high.w; }
 };

@@ -224,7 +224,7 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
 extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
                         unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
-    __shared__ float scratch[kRowThreads / 32];
+    __shared__ __align__(16) float scratch[kRowWarps];
     const int row = blockIdx.x, quads = columns / 4, words = 2 * quads;
     if (link.early) { // a product comes next, whose weights can come while words travel
         admit_next();

@@ -9,26 +9,37 @@ constexpr int kThreads = 256;
 extern "C" __global__ void __launch_bounds__(kRowThreads)
     rms_norm(float *x, int x_stride, const float *delta, int delta_stride, const float *weight, unsigned short *half_out,
              int half_stride, float *wide_out, int wide_stride, int *overflows, int columns, float eps) {
-    __shared__ float scratch[kRowThreads / 32];
-    const Cluster team;
-    const size_t row = blockIdx.x / team.blocks;
+    __shared__ __align__(16) float scratch[kRowWarps];
+    __shared__ Told told;
+    const Cluster team(&told);
+    const size_t row = cluster_index();
     const int quads = columns / 4;
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
-    float4 values[kRowQuads], weights[kRowQuads], more[kRowQuads]; // all asked for at once: one wait
+    float4 values[kRowQuads], weights[kRowQuads], more[kRowQuads] = {}; // all asked for at once, where they stand: one wait
     admit_next();
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * team.threads() + team.thread();
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
+    team.begin();
     await_previous();
+    if (delta) {
+#pragma unroll
+        for (int k = 0; k < kRowQuads; ++k) {
+            const int quad = k * team.threads() + team.thread();
+            if (quad < quads) {
+                more[k] = read_here(added + quad);
+            }
+        }
+    }
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * team.threads() + team.thread();
-        values[k] = quad < quads ? read(own + quad) : float4{};
-        more[k] = delta && quad < quads ? stream(added + quad) : float4{};
+        values[k] = quad < quads ? read_here(own + quad) : float4{};
     }
+    team.meet();
     if (delta) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
@@ -126,28 +137,43 @@ struct Float {
     }
 };
 
-// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN. Grid: (T, parts).
-template <class Stored>
+// Row tokens[t] of table [rows, columns] as FP32; an id outside of the table gives a row of NaN. A thread asks for kEach float4 at
+// once. Grid: (T, parts).
+template <class Stored, int kEach>
 __device__ __forceinline__ void embed(const int *tokens, const void *table, float *out, int rows, int columns) {
     take_over();
     const int token = read(tokens + blockIdx.x), quads = columns / 4;
     const float missing = __uint_as_float(0x7FC00000u);
     float4 *to = reinterpret_cast<float4 *>(out) + static_cast<size_t>(blockIdx.x) * quads;
-    for (int quad = blockIdx.y * blockDim.x + threadIdx.x; quad < quads; quad += gridDim.y * blockDim.x) {
-        float4 values = {missing, missing, missing, missing};
-        if (token >= 0 && token < rows) {
-            values = Stored::quad(table, static_cast<size_t>(token) * quads + quad);
+    for (int first = blockIdx.y * blockDim.x + threadIdx.x; first < quads; first += gridDim.y * blockDim.x * kEach) {
+        float4 values[kEach];
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int quad = first + i * gridDim.y * blockDim.x;
+            values[i] = {missing, missing, missing, missing};
+            if (token >= 0 && token < rows && quad < quads) {
+                values[i] = Stored::quad(table, static_cast<size_t>(token) * quads + quad);
+            }
         }
-        write(to + quad, values);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int quad = first + i * gridDim.y * blockDim.x;
+            if (quad < quads) {
+                write(to + quad, values[i]);
+            }
+        }
     }
 }
 
-#define EMBED(name, Stored)                                                                                            \
+#define EMBED(name, Stored, kEach)                                                                                     \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         name(const int *tokens, const void *table, float *out, int rows, int columns) {                                \
-        embed<Stored>(tokens, table, out, rows, columns);                                                              \
+        embed<Stored, kEach>(tokens, table, out, rows, columns);                                                       \
     }
 
-EMBED(embed_bf16, Bfloat)
-EMBED(embed_fp16, Half)
-EMBED(embed_fp32, Float)
+EMBED(embed_bf16, Bfloat, 1)
+EMBED(embed_fp16, Half, 1)
+EMBED(embed_fp32, Float, 1)
+EMBED(embed_many_bf16, Bfloat, 5)
+EMBED(embed_many_fp16, Half, 5)
+EMBED(embed_many_fp32, Float, 5)

@@ -4,6 +4,7 @@
 #include "common.cuh"
 
 constexpr int kRowThreads = 512; // at most: as many as take a row of `columns` four float4 at a time (`row_threads` in norm.py)
+constexpr int kRowWarps = kRowThreads / 32;
 constexpr int kRowQuads = 4;     // float4 a thread: rows of up to 8192 columns stay in registers
 
 // The threads that hold a row: those of one block.
@@ -20,24 +21,39 @@ struct OneBlock {
     }
 };
 
-// Those of a cluster's blocks, in the order of one block that were as long: same sums, same bits.
+// Those of a cluster's blocks, in the order of one block that were as long: same sums, same bits. `told` in shared memory.
 struct Cluster {
     int rank, blocks;
-    __device__ __forceinline__ Cluster() : rank(cluster_rank()), blocks(cluster_blocks()) { begin_in_cluster(); }
+    Told *told;
+    __device__ __forceinline__ Cluster(Told *place) : rank(cluster_rank()), blocks(cluster_blocks()), told(place) {}
     __device__ __forceinline__ int thread() const { return rank * blockDim.x + threadIdx.x; }
     __device__ __forceinline__ int threads() const { return blocks * blockDim.x; }
-    __device__ __forceinline__ void share(float *scratch, float part) const {
-        await_beginnings();
-        if (threadIdx.x % 32 < blocks) {
-            tell(scratch + thread() / 32, part, threadIdx.x % 32);
+    // Both once, by all threads, in this order, before `share`: best while something else is under way.
+    __device__ __forceinline__ void begin() const {
+        if (blocks > 1) {
+            begin_in_cluster(told, threads() / 32 * sizeof(float));
         }
-        meet_in_cluster();
+    }
+    __device__ __forceinline__ void meet() const {
+        if (blocks > 1) {
+            await_beginnings();
+        }
+    }
+    __device__ __forceinline__ void share(float *scratch, float part) const {
+        if (blocks == 1) {
+            OneBlock().share(scratch, part);
+            return;
+        }
+        if (threadIdx.x % 32 < blocks) {
+            tell(scratch + thread() / 32, part, threadIdx.x % 32, told);
+        }
+        await_told(told);
     }
 };
 
 // y = x / sqrt(mean(x^2) + eps) * (1 + weight), quad k * threads + thread of both in values[k] and weights[k], zero beyond the
-// row. y goes to fp16 `half_out` and FP32 `wide_out`; what overflows is added to `overflows` (each may be null). scratch: a
-// float a warp of the row, that nobody else has read or written since the last barrier.
+// row. y goes to fp16 `half_out` and FP32 `wide_out`; what overflows is added to `overflows` (each may be null). scratch: kRowWarps
+// floats from a multiple of 16 bytes on, that nobody else has read or written since the last barrier.
 template <class Threads>
 __device__ __forceinline__ void normalise_row(const Threads &own, const float4 (&values)[kRowQuads],
                                               const float4 (&weights)[kRowQuads], int quads, float eps,
@@ -48,9 +64,18 @@ __device__ __forceinline__ void normalise_row(const Threads &own, const float4 (
         squares += dot(values[k], values[k]);
     }
     own.share(scratch, warp_sum(squares));
-    float total = scratch[0];
-    for (int warp = 1; warp < own.threads() / 32; ++warp) {
-        total += scratch[warp];
+    const int warps = own.threads() / 32;
+    float4 parts[kRowWarps / 4]; // read at once, added in their order
+#pragma unroll
+    for (int i = 0; i < kRowWarps / 4; ++i) {
+        parts[i] = reinterpret_cast<const float4 *>(scratch)[i];
+    }
+    float total = parts[0].x;
+#pragma unroll
+    for (int warp = 1; warp < kRowWarps; ++warp) {
+        const float4 &four = parts[warp / 4];
+        const float part = warp % 4 == 0 ? four.x : warp % 4 == 1 ? four.y : warp % 4 == 2 ? four.z : four.w;
+        total = warp < warps ? total + part : total;
     }
     const float inverse = fast_inverse_root(total / (4 * quads) + eps);
     float4 y[kRowQuads];

@@ -1,24 +1,23 @@
 // Between the projection and attention, in one pass: norm of queries and keys, partial rotary embedding with three
-// position axes, and the write into the paged cache. A warp takes a head at a time.
-#include "common.cuh"
-#include "kvcache.cuh"
+// position axes, and the write into the paged cache. A warp takes a head at a time, or of many tokens two.
+#include "rope_store.cuh"
 
-constexpr int kThreads = 128;
 constexpr int kHalfTurned = 32; // pairs (j, j + 32) of the first 64 dimensions turn
 #if __CUDA_ARCH__ >= 900
 constexpr bool kOverlaps = true; // the projection is asked for behind the launch before
 #else
 constexpr bool kOverlaps = false;
 #endif
-constexpr int kRun = 16;        // positions that stand side by side in a page, of an int8 value; two such runs of fp16
-constexpr int kMany = 2;        // heads a warp, of many tokens
-constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
-
-__device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
 
 // Multiplied by the 256 x 256 Hadamard matrix (Sylvester's order). Over 16 it is orthonormal: products of a turned query
 // and a turned key are those of the unturned ones, and outliers of a key are spread over all dimensions.
 constexpr float kTurnScale = 0.0625f;
+
+__device__ __forceinline__ void butterfly(float &a, float &b) {
+    const float low = a;
+    a = low + b;
+    b = low - b;
+}
 
 __device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
 #pragma unroll
@@ -26,9 +25,7 @@ __device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
             if (!(i & step)) {
-                const float a = v[i], b = v[i + step];
-                v[i] = a + b;
-                v[i + step] = a - b;
+                butterfly(v[i], v[i + step]);
             }
         }
     }
@@ -43,218 +40,194 @@ __device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
     }
 }
 
-struct Int8Store {
-    static constexpr bool kTurned = true;
-    static constexpr int kBytes = 1;
-    static constexpr float kRounding = 12582912.0f + 128; // 1.5 * 2^23: the sum's last bit is worth 1
-
-    // 16 lanes hold a block of 64 dimensions in each half: scale = largest / 127 as fp16, words round(v / scale) + 128.
-    __device__ static void quantise(const float (&v)[kOwn], unsigned (&words)[2], unsigned (&scale_bits)[2]) {
-        float largest[2];
+// The same steps in the same order on two heads side by side, lanes 0 .. 15 and 16 .. 31: what was a step between lanes 16 apart
+// is one in a lane.
+__device__ __forceinline__ void hadamard_pair(float (&v)[kPairOwn], int part) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            largest[half] = 0;
+    for (int step = 1; step < kPairOwn; step *= step == 2 ? 4 : 2) {
 #pragma unroll
-            for (int i = 4 * half; i < 4 * half + 4; ++i) {
-                const float size = fabsf(v[i]);
-                largest[half] = size > largest[half] || size != size ? size : largest[half]; // a NaN stays, unlike in fmaxf
-            }
-        }
-#pragma unroll
-        for (int step = 1; step < kBlock / 4; step *= 2) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float other = __shfl_xor_sync(kAll, largest[half], step);
-                largest[half] = other > largest[half] || other != other ? other : largest[half];
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            scale_bits[half] = half_bits(largest[half] * (1.0f / 127.0f));
-            const float scale = half_value(scale_bits[half]);
-            const float inverse = scale > 0 ? fast_inverse(scale) : 0.0f;
-            unsigned codes[4]; // + 128 in the lowest byte, rounded by the addition
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float code = fminf(fmaxf(v[4 * half + i] * inverse, -127.0f), 127.0f);
-                codes[i] = __float_as_uint(code + kRounding);
-            }
-            words[half] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
-        }
-    }
-
-    __device__ static void store_scales(unsigned short *scales, const unsigned (&bits)[2], int offset, int lane) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (lane % (kBlock / 4) == 0) {
-                write(scales + offset * kBlocks + dimension(lane, 4 * half) / kBlock, static_cast<unsigned short>(bits[half]));
+        for (int i = 0; i < kPairOwn; ++i) {
+            if (!(i & step)) {
+                butterfly(v[i], v[i + step]);
             }
         }
     }
-
-    // Into a tile of keys or of values, at position `offset` of its page.
-    __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *scales, int offset,
-                                 int lane) {
-        unsigned words[2], scale[2];
-        quantise(v, words, scale);
-        unsigned char *bytes = static_cast<unsigned char *>(tile);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (is_value) {
+    for (int step = 1; step < 16; step *= 2) {
+        const float sign = part & step ? -1.0f : 1.0f;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    write(bytes + value_index<16>(offset, dimension(lane, 4 * half + i)),
-                          static_cast<unsigned char>(words[half] >> 8 * i));
-                }
-            } else {
-                write(reinterpret_cast<unsigned *>(bytes + key_index<16>(offset, dimension(lane, 4 * half))), words[half]);
-            }
-        }
-        store_scales(scales, scale, offset, lane);
-    }
-
-    // Values of a token on their way to whole pieces: a row of `Row` in shared memory, scales at once.
-    using Row = unsigned[kDim / 4];
-    __device__ static void put(const float (&v)[kOwn], Row &row, unsigned short *scales, int offset, int lane) {
-        unsigned words[2], scale[2];
-        quantise(v, words, scale);
-        row[lane] = words[0];
-        row[32 + lane] = words[1];
-        store_scales(scales, scale, offset, lane);
-    }
-
-    // A run of sixteen positions at `offset`: 8 bytes a piece and thread, as there are 64 words of four dimensions.
-    __device__ static void store_run(const Row (&rows)[kRun], void *tile, int offset) {
-        const int quad = threadIdx.x % (kDim / 4), part = threadIdx.x / (kDim / 4) * 8;
-        unsigned low[4], high[4]; // [four positions: first and last]: of dimensions 0 1 and 2 3, two positions side by side
-        unsigned char *to = static_cast<unsigned char *>(tile) + value_index<16>(offset, 4 * quad) + part;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned a = rows[part + 2 * i][quad], b = rows[part + 2 * i + 1][quad];
-            low[i] = __byte_perm(a, b, 0x5140);
-            high[i] = __byte_perm(a, b, 0x7362);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned(&pairs)[4] = i < 2 ? low : high;
-            const unsigned chosen = i % 2 ? 0x7632 : 0x5410;
-            write(reinterpret_cast<uint2 *>(to + 16 * i),
-                  uint2{__byte_perm(pairs[0], pairs[1], chosen), __byte_perm(pairs[2], pairs[3], chosen)});
+        for (int i = 0; i < kPairOwn; ++i) {
+            const float other = __shfl_xor_sync(kAll, v[i], step);
+            v[i] = fmaf(v[i], sign, other);
         }
     }
-};
-
-__device__ __forceinline__ uint2 packed(const float (&v)[kOwn], int half) {
-    return {half_pair(v[4 * half], v[4 * half + 1]), half_pair(v[4 * half + 2], v[4 * half + 3])};
+#pragma unroll
+    for (int i = 0; i < kPairOwn; ++i) {
+        if (!(i & 4)) {
+            butterfly(v[i], v[i + 4]);
+        }
+    }
 }
 
-struct HalfStore {
-    static constexpr bool kTurned = false;
-    static constexpr int kBytes = 2;
-
-    __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *, int offset,
-                                 int lane) {
-        unsigned short *halves = static_cast<unsigned short *>(tile);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (is_value) {
-#pragma unroll
-                for (int i = 4 * half; i < 4 * half + 4; ++i) {
-                    write(halves + value_index<8>(offset, dimension(lane, i)), static_cast<unsigned short>(half_bits(v[i])));
-                }
-            } else {
-                write(reinterpret_cast<uint2 *>(halves + key_index<8>(offset, dimension(lane, 4 * half))), packed(v, half));
-            }
-        }
-    }
-
-    using Row = unsigned[kDim / 2];
-    __device__ static void put(const float (&v)[kOwn], Row &row, unsigned short *, int, int lane) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const uint2 words = packed(v, half);
-            row[64 * half + 2 * lane] = words.x;
-            row[64 * half + 2 * lane + 1] = words.y;
-        }
-    }
-
-    // A run of sixteen positions at `offset`, two pieces a dimension: two dimensions a thread.
-    __device__ static void store_run(const Row (&rows)[kRun], void *tile, int offset) {
-        const int pair = threadIdx.x;
-        unsigned short *halves = static_cast<unsigned short *>(tile);
-#pragma unroll
-        for (int part = 0; part < kRun; part += 8) {
-            unsigned words[2][4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const unsigned a = rows[part + 2 * i][pair], b = rows[part + 2 * i + 1][pair];
-                words[0][i] = __byte_perm(a, b, 0x5410);
-                words[1][i] = __byte_perm(a, b, 0x7632);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                write(reinterpret_cast<uint4 *>(halves + value_index<8>(offset + part, 2 * pair + i)),
-                      uint4{words[i][0], words[i][1], words[i][2], words[i][3]});
-            }
-        }
-    }
-};
-
 // What fits fp16, in place; how many did not.
-__device__ __forceinline__ int staged_all(float (&v)[kOwn]) {
+template <int kCount> __device__ __forceinline__ int staged_all(float (&v)[kCount]) {
     float largest = 0; // a NaN is passed over, and stays
     int overflowed = 0;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kCount; ++i) {
         largest = fmaxf(largest, fabsf(v[i]));
     }
     if (largest > kLargestHalf) {
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
+        for (int i = 0; i < kCount; ++i) {
             v[i] = staged(v[i], overflowed);
         }
     }
     return overflowed;
 }
 
+// Where a token stands: lane i has read its position on axis i, and the axis of pair i. Where launches overlap, that is older than
+// the projection, which the launch before writes.
+struct Place {
+    int axis, position, slot;
+    __device__ __forceinline__ Place(int token, int tokens, const int *positions, const int *axes, const int *slots)
+        : axis(read_here(axes + threadIdx.x % 32)), position(read_here(positions + min(static_cast<int>(threadIdx.x % 32), 2) * tokens + token)),
+          slot(read_here(slots + token)) {}
+};
+
+// The angle of pair `lane`, as the tables have it: NaN where they do not.
+struct Angle {
+    float cosine, sine;
+    bool known;
+    __device__ __forceinline__ Angle(const Place &place, const float *cosines, const float *sines, int table_rows) {
+        const int position = __shfl_sync(kAll, place.position, place.axis == 1 ? 1 : place.axis == 2 ? 2 : 0);
+        known = position >= 0 && position < table_rows;
+        const size_t at = static_cast<size_t>(known ? position : 0) * kHalfTurned + threadIdx.x % 32;
+        cosine = read(cosines + at);
+        sine = read(sines + at);
+    }
+    // Of the four dimensions from `first` on, the sine with its sign.
+    __device__ __forceinline__ void spread(int first, bool lower, float (&cosines)[4], float (&sines)[4]) const {
+        const float missing = __uint_as_float(0x7FC00000u);
+        const float own_cosine = known ? cosine : missing, own_sine = known ? sine : missing;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int pair = (first + i) % kHalfTurned;
+            cosines[i] = __shfl_sync(kAll, own_cosine, pair);
+            const float turn = __shfl_sync(kAll, own_sine, pair);
+            sines[i] = lower ? -turn : turn;
+        }
+    }
+};
+
+// A product that goes into sums as it is, rounded: whether it is fused with one must not be the compiler's choice, which would not
+// be the same in both forms below.
+__device__ __forceinline__ float normed(float v, float inverse, float weight) {
+    return __fmul_rn(v, inverse * (1.0f + weight));
+}
+
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
 // positions: [3, T] (time, height, width); axes: [32], the axis of each pair; cosines, sines: FP32 [table_rows, 32].
 // slots: [T], page * 64 + offset; outside of the pool (-1): nothing is written. query: fp16 [T, q_heads, 256].
-// A warp takes kEach of a token's heads, those of values too or not, which it asks for at once. Grid: (blocks before the first token's and T, heads /
-// (warps * kEach) rounded up).
-template <class Store, int kEach, bool kValues>
-__device__ __forceinline__ void turn_heads(int token, int tokens, const float *projection, int row_stride,
-                                           const float *query_weight, const float *key_weight, const float *cosines,
-                                           const float *sines, int table_rows, const int *positions, const int *axes,
-                                           const int *slots, void *keys, unsigned short *key_scales, void *values,
-                                           unsigned short *value_scales, int pages, unsigned short *query,
-                                           int *overflows, int q_heads, int kv_heads, float eps) {
-    const int lane = threadIdx.x % 32, step = kThreads / 32, heads = q_heads + (kValues ? 2 : 1) * kv_heads;
-    const int first = blockIdx.y * step * kEach + threadIdx.x / 32;
-    const float *row = projection + static_cast<size_t>(token) * row_stride;
+// A warp takes a head of a token, values too. Grid: (T, heads / warps rounded up).
+template <class Store>
+__device__ __forceinline__ void turn_head(int token, int tokens, const float *projection, int row_stride,
+                                          const float *query_weight, const float *key_weight, const float *cosines,
+                                          const float *sines, int table_rows, const int *positions, const int *axes,
+                                          const int *slots, void *keys, unsigned short *key_scales, void *values,
+                                          unsigned short *value_scales, int pages, unsigned short *query,
+                                          int *overflows, int q_heads, int kv_heads, float eps) {
+    const int lane = threadIdx.x % 32, head = blockIdx.y * (kThreads / 32) + threadIdx.x / 32;
+    const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
+    const float4 *from = reinterpret_cast<const float4 *>(projection + static_cast<size_t>(token) * row_stride + start) + lane;
+    const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
+    float4 in[2];
+    const auto load = [&]() {
+        in[0] = stream(from);
+        in[1] = stream(from + kDim / 8);
+    };
+    const Place place(token, tokens, positions, axes, slots);
+    if (head >= q_heads + 2 * kv_heads) {
+        take_over();
+        return;
+    }
+    if (!kOverlaps) {
+        load();
+    }
+    const float4 *own_weight = reinterpret_cast<const float4 *>(is_query ? query_weight : key_weight) + lane;
+    const float4 weights[2] = {read(own_weight), read(own_weight + kDim / 8)};
+    const Angle angle(place, cosines, sines, table_rows);
+    take_over();
+    if (kOverlaps) {
+        load();
+    }
+    __syncwarp();
+    float cosine[4], sine[4]; // of the first four dimensions of this lane, if they turn
+    angle.spread(4 * lane, lane < kHalfTurned / 4, cosine, sine);
+    float v[kOwn] = {in[0].x, in[0].y, in[0].z, in[0].w, in[1].x, in[1].y, in[1].z, in[1].w};
+    if (!is_value) {
+        const float w[kOwn] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
+                               weights[1].x, weights[1].y, weights[1].z, weights[1].w};
+        float squares = 0;
+#pragma unroll
+        for (int j = 0; j < kOwn; ++j) {
+            squares = fmaf(v[j], v[j], squares);
+        }
+        float inverse = fast_inverse_root(warp_sum(squares) / kDim + eps);
+        inverse *= Store::kTurned ? kTurnScale : 1.0f; // a power of two: where it is applied does not matter
+#pragma unroll
+        for (int j = 0; j < kOwn; ++j) {
+            v[j] = normed(v[j], inverse, w[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float other = __shfl_xor_sync(kAll, v[j], kHalfTurned / 4);
+            if (lane < 2 * kHalfTurned / 4) { // which product is fused must not be the compiler's choice
+                v[j] = fmaf(v[j], cosine[j], __fmul_rn(other, sine[j]));
+            }
+        }
+        if (Store::kTurned) {
+            hadamard(v, lane);
+        }
+    }
+    const int overflowed = staged_all(v), slot = place.slot;
+    if (is_query) {
+        uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + lane;
+        write(to, packed(v, 0));
+        write(to + kDim / 8, packed(v, 1));
+    } else if (slot >= 0 && slot < pages * kPage) {
+        const size_t tile = static_cast<size_t>(slot / kPage) * kv_heads + (head - q_heads) % kv_heads;
+        char *pool = static_cast<char *>(is_value ? values : keys) + tile * kPage * kDim * Store::kBytes;
+        unsigned short *scales = (is_value ? value_scales : key_scales) + tile * kPage * kBlocks;
+        Store::store(v, is_value, pool, scales, slot % kPage, lane);
+    }
+    count_overflows(overflowed, overflows ? overflows + token : nullptr);
+}
 
-    float4 in[kEach][2];
+// Two heads a warp, half a warp each, queries and keys alone: of the exchanges between lanes, what is the same for both counts
+// once, and a fifth is none. The same bits. Grid: (blocks before the first token's and T, heads / (2 warps) rounded up).
+template <class Store>
+__device__ __forceinline__ void turn_pair(int token, int tokens, const float *projection, int row_stride,
+                                          const float *query_weight, const float *key_weight, const float *cosines,
+                                          const float *sines, int table_rows, const int *positions, const int *axes,
+                                          const int *slots, void *keys, unsigned short *key_scales, int pages,
+                                          unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps) {
+    constexpr int kGroups = kPairOwn / 4;
+    const int lane = threadIdx.x % 32, part = lane % 16, heads = q_heads + kv_heads;
+    const int first = 2 * (blockIdx.y * (kThreads / 32) + threadIdx.x / 32), wanted = first + lane / 16;
+    const int head = min(wanted, heads - 1);
+    const bool own = wanted < heads, is_query = head < q_heads;
+    const int start = is_query ? head * 2 * kDim : (q_heads + head) * kDim;
+    const float4 *from = reinterpret_cast<const float4 *>(projection + static_cast<size_t>(token) * row_stride + start) + part;
+    const float4 *own_weight = reinterpret_cast<const float4 *>(is_query ? query_weight : key_weight) + part;
+    float4 in[kGroups], weights[kGroups];
     const auto load = [&]() {
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            const int head = min(first + i * step, heads - 1);
-            const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
-            const float4 *from = reinterpret_cast<const float4 *>(row + start) + lane;
-            in[i][0] = stream(from);
-            in[i][1] = stream(from + kDim / 8);
+        for (int g = 0; g < kGroups; ++g) {
+            in[g] = stream(from + 16 * g);
         }
     };
-    float4 weights[2];
-    const auto load_weights = [&](int head) {
-        const float4 *from = reinterpret_cast<const float4 *>(head < q_heads ? query_weight : key_weight) + lane;
-        weights[0] = read(from);
-        weights[1] = read(from + kDim / 8);
-    };
-    // The angle of pair `lane`: where on its axis (lane i has read that of axis i), and what the tables say there. Where
-    // launches overlap, that is older than the projection, which the launch before writes.
-    const int axis = read_here(axes + lane);
-    const int place = read_here(positions + min(lane, 2) * tokens + token);
-    const int slot = read_here(slots + token);
+    const Place place(token, tokens, positions, axes, slots);
     if (first >= heads) {
         take_over();
         return;
@@ -262,84 +235,66 @@ __device__ __forceinline__ void turn_heads(int token, int tokens, const float *p
     if (!kOverlaps) {
         load();
     }
-    load_weights(first);
-    const bool stored = slot >= 0 && slot < pages * kPage;
-    const int position = __shfl_sync(kAll, place, axis == 1 ? 1 : axis == 2 ? 2 : 0);
-    const bool known = position >= 0 && position < table_rows;
-    const size_t angle = static_cast<size_t>(known ? position : 0) * kHalfTurned + lane;
-    const float read_cosine = read(cosines + angle), read_sine = read(sines + angle);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+        weights[g] = read(own_weight + 16 * g);
+    }
+    const Angle angle(place, cosines, sines, table_rows);
     take_over();
     if (kOverlaps) {
         load();
     }
     __syncwarp();
-    const float own_cosine = known ? read_cosine : __uint_as_float(0x7FC00000u);
-    const float own_sine = known ? read_sine : __uint_as_float(0x7FC00000u);
-    float cosine[4], sine[4]; // of the first four dimensions of this lane, if they turn
+    float cosine[4], sine[4];
+    angle.spread(4 * part, part < kHalfTurned / 4, cosine, sine);
+    float v[kPairOwn], squares[2] = {0, 0}; // of what two lanes of a warp of one head hold
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+        const float four[4] = {in[g].x, in[g].y, in[g].z, in[g].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            v[4 * g + i] = four[i];
+            squares[g % 2] = fmaf(four[i], four[i], squares[g % 2]);
+        }
+    }
+    float sum = squares[0] + squares[1];
+#pragma unroll
+    for (int step = 8; step; step /= 2) {
+        sum += __shfl_xor_sync(kAll, sum, step);
+    }
+    float inverse = fast_inverse_root(sum / kDim + eps);
+    inverse *= Store::kTurned ? kTurnScale : 1.0f;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+        const float four[4] = {weights[g].x, weights[g].y, weights[g].z, weights[g].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            v[4 * g + i] = normed(v[4 * g + i], inverse, four[i]);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int pair = (4 * lane + i) % kHalfTurned;
-        cosine[i] = __shfl_sync(kAll, own_cosine, pair);
-        const float turn = __shfl_sync(kAll, own_sine, pair);
-        sine[i] = lane < kHalfTurned / 4 ? -turn : turn;
+        const float other = __shfl_xor_sync(kAll, v[i], kHalfTurned / 4);
+        v[i] = fmaf(v[i], cosine[i], __fmul_rn(other, sine[i]));
     }
-
-    int overflowed = 0;
-#pragma unroll 1
-    for (int i = 0; i < kEach; ++i) {
-        const int head = first + i * step;
-        if (head >= heads) {
-            break;
-        }
-        float v[kOwn] = {in[0][0].x, in[0][0].y, in[0][0].z, in[0][0].w, in[0][1].x, in[0][1].y, in[0][1].z, in[0][1].w};
+    if (Store::kTurned) {
+        hadamard_pair(v, part);
+    }
+    const int overflowed = staged_all(v), slot = place.slot;
+    if (own && is_query) {
+        uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + part;
 #pragma unroll
-        for (int next = 1; next < kEach; ++next) { // the loop stays one: its code is long
-            in[next - 1][0] = in[next][0];
-            in[next - 1][1] = in[next][1];
-        }
-        const bool is_query = head < q_heads, is_value = kValues && head >= q_heads + kv_heads;
-        if (!is_value) {
-            if (i > 0 && head >= q_heads && head - step < q_heads) {
-                load_weights(head); // the first key
-            }
-            const float w[kOwn] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
-                                   weights[1].x, weights[1].y, weights[1].z, weights[1].w};
-            float squares = 0;
-#pragma unroll
-            for (int j = 0; j < kOwn; ++j) {
-                squares += v[j] * v[j];
-            }
-            float inverse = fast_inverse_root(warp_sum(squares) / kDim + eps);
-            inverse *= Store::kTurned ? kTurnScale : 1.0f; // a power of two: where it is applied does not matter
-#pragma unroll
-            for (int j = 0; j < kOwn; ++j) {
-                v[j] *= inverse * (1.0f + w[j]);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float other = __shfl_xor_sync(kAll, v[j], kHalfTurned / 4);
-                if (lane < 2 * kHalfTurned / 4) { // which product is fused must not be the compiler's choice
-                    v[j] = fmaf(v[j], cosine[j], __fmul_rn(other, sine[j]));
-                }
-            }
-            if (Store::kTurned) {
-                hadamard(v, lane);
-            }
-        }
-        overflowed += staged_all(v);
-        if (is_query) {
-            uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + lane;
-            write(to, packed(v, 0));
-            write(to + kDim / 8, packed(v, 1));
-        } else if (stored) {
-            const int kv_head = (head - q_heads) % kv_heads;
-            const size_t tile = static_cast<size_t>(slot / kPage) * kv_heads + kv_head;
-            char *pool = static_cast<char *>(is_value ? values : keys) + tile * kPage * kDim * Store::kBytes;
-            unsigned short *scales = (is_value ? value_scales : key_scales) + tile * kPage * kBlocks;
-            Store::store(v, is_value, pool, scales, slot % kPage, lane);
+        for (int g = 0; g < kGroups; ++g) {
+            write(to + 16 * g, packed(v, g));
         }
     }
-    count_overflows(overflowed, overflows ? overflows + token : nullptr);
+    const bool stored = slot >= 0 && slot < pages * kPage;
+    if (stored && first + 1 >= q_heads) { // the whole warp: keys exchange their largest
+        const size_t tile = static_cast<size_t>(slot / kPage) * kv_heads + max(head - q_heads, 0);
+        Store::store_key(v, own && !is_query, static_cast<char *>(keys) + tile * kPage * kDim * Store::kBytes,
+                         key_scales + tile * kPage * kBlocks, slot % kPage, part);
+    }
+    count_overflows(own ? overflowed : 0, overflows ? overflows + token : nullptr);
 }
 
 // Values of kRun tokens of a head, which stand side by side in a page: written a piece of 16 bytes at a time, not a byte. Where
@@ -397,9 +352,9 @@ __device__ __forceinline__ void store_values(int first, int tokens, int kv_head,
         const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
         const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \
         int pages, unsigned short *query, int *overflows, int q_heads, int kv_heads, float eps) {                      \
-        turn_heads<Store, 1, true>(blockIdx.x, gridDim.x, projection, row_stride, query_weight,                        \
-                          key_weight, cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values,    \
-                          value_scales, pages, query, overflows, q_heads, kv_heads, eps);                              \
+        turn_head<Store>(blockIdx.x, gridDim.x, projection, row_stride, query_weight, key_weight, cosines, sines,      \
+                         table_rows, positions, axes, slots, keys, key_scales, values, value_scales, pages, query,     \
+                         overflows, q_heads, kv_heads, eps);                                                           \
     }
 
 QKV_ROPE(qkv_rope_int8, Int8Store)
@@ -425,9 +380,8 @@ QKV_ROPE(qkv_rope_fp16, HalfStore)
                                 overflows, q_heads, kv_heads);                                                         \
             return;                                                                                                    \
         }                                                                                                              \
-        turn_heads<Store, kMany, false>(token, tokens, projection, row_stride, query_weight, key_weight,               \
-                          cosines, sines, table_rows, positions, axes, slots, keys, key_scales, values, value_scales,  \
-                          pages, query, overflows, q_heads, kv_heads, eps);                                            \
+        turn_pair<Store>(token, tokens, projection, row_stride, query_weight, key_weight, cosines, sines, table_rows,  \
+                         positions, axes, slots, keys, key_scales, pages, query, overflows, q_heads, kv_heads, eps);   \
     }
 
 QKV_ROPE_MANY(qkv_rope_many_int8, Int8Store)

@@ -3,8 +3,10 @@
 
 constexpr int kThreads = 256;
 
-// The value of fp16 bits, an infinity (a product that overflowed) as the largest finite one, counted.
-__device__ __forceinline__ float finite(unsigned bits, int &overflows) { return staged(half_value(bits), overflows); }
+// The value of fp16 bits times `rest`; what fp16 cannot hold (a product that overflowed) as the largest finite one, counted.
+__device__ __forceinline__ float finite(unsigned bits, int &overflows, float rest = 1.0f) {
+    return staged(half_value(bits) * rest, overflows);
+}
 
 // part: fp16 [T, columns] to out: FP32 [T, columns], rows out_stride apart. Grid: (T).
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -26,10 +28,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     count_overflows(overflowed, overflows ? overflows + blockIdx.x : nullptr);
 }
 
-// out = silu(gate) * up: fp16 [T, columns] each; out may be either of them. Grid: (T).
+// out = silu(gate * gate_rest) * (up * up_rest): fp16 [T, columns] each, rows of gate and of up `stride` apart; out may be either of
+// them where it has the same rows. Grid: (T).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    staging_swiglu(const uint4 *gate, const uint4 *up, uint4 *out, int *overflows, int columns) {
-    const size_t row = static_cast<size_t>(blockIdx.x) * (columns / 8);
+    staging_swiglu(const uint4 *gate, const uint4 *up, int stride, float gate_rest, float up_rest, uint4 *out, int *overflows,
+                   int columns) {
+    const size_t row = static_cast<size_t>(blockIdx.x) * (stride / 8), to = static_cast<size_t>(blockIdx.x) * (columns / 8);
     int overflowed = 0;
     for (int eight = threadIdx.x; eight < columns / 8; eight += kThreads) {
         const uint4 g = read(gate + row + eight), u = read(up + row + eight);
@@ -37,11 +41,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         unsigned results[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float low = silu(finite(gates[i] & 0xFFFF, overflowed)) * finite(ups[i] & 0xFFFF, overflowed);
-            const float high = silu(finite(gates[i] >> 16, overflowed)) * finite(ups[i] >> 16, overflowed);
+            const float low = silu(finite(gates[i] & 0xFFFF, overflowed, gate_rest)) * finite(ups[i] & 0xFFFF, overflowed, up_rest);
+            const float high = silu(finite(gates[i] >> 16, overflowed, gate_rest)) * finite(ups[i] >> 16, overflowed, up_rest);
             results[i] = staged_pair(low, high, overflowed);
         }
-        write(out + row + eight, uint4{results[0], results[1], results[2], results[3]});
+        write(out + to + eight, uint4{results[0], results[1], results[2], results[3]});
     }
     count_overflows(overflowed, overflows ? overflows + blockIdx.x : nullptr);
 }

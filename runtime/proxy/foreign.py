@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from .errors import bad_request
-from .schema import Body, ChatBody, CompletionBody, CountTokensBody, MessagesBody, ResponsesBody
+from .schema import Body, ChatBody, CompletionBody, CountTokensBody, MessagesBody, ResponsesBody, TokenizeBody
 
 # For the bill, for tracing, for caches and stores that others keep, or what is always so here.
 HARMLESS = frozenset(
@@ -126,8 +126,12 @@ def _foreign_to(kind: type[Body]) -> Rules:
 
 
 _OF_A_PROMPT = ("container", "context_management", "mcp_servers", "thread")  # all that a count depends on
+_OF_A_TEXT = ("add_generation_prompt", "add_special_tokens", "chat_template", "continue_final_message", "documents")
 _LEAST = ("min_tokens", "min_new_tokens")
 _RULES: dict[type[Body], Rules] = {kind: _foreign_to(kind) for kind in _APIS}
+_RULES[TokenizeBody] = {name: REFUSED[name] for name in _OF_A_TEXT} | {
+    name: ("say it in chat_template_kwargs", ()) for name in ("enable_thinking", "reasoning_effort")
+}
 _RULES[CountTokensBody] = {name: REFUSED[name] for name in _OF_A_PROMPT}
 
 

@@ -14,7 +14,8 @@ class ServeOptions:
 
     `max_context` 0 is `auto`: on cards the longest that fits, else as None, the model's own limit, at most 32768 (on cards
     None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no
-    prefixes. `prefill_chunk` None: 2048 tokens for one lane on cards, else 512.
+    prefixes. `drafts` None: 3 where the model has an MTP layer, else none. `prefill_chunk` None: 2048 tokens for one lane on
+    cards, else 512.
     `log_requests` of "-" is standard output.
     """
 
@@ -30,7 +31,7 @@ class ServeOptions:
     draft_window: int = 0
     collective: str = "auto"
     lanes: int = 1
-    drafts: int = 3
+    drafts: int | None = None
     draft_head: str = "auto"
     drafts_from: Path | None = None
     prefill_chunk: int | None = None

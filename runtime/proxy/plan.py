@@ -26,6 +26,7 @@ from .tls import check_tls
 from .tokenizer import TextTokenizer
 
 DEFAULT_CONTEXT = 32768
+DRAFTS = 3
 CHUNK, LONE_CHUNK = 512, 2048
 _EXCHANGE_SECONDS = 20.0
 
@@ -97,8 +98,10 @@ def make_plan(options: ServeOptions) -> ServePlan:
             f"--draft-head on: {directories[0]} has no draft head. Convert with `draft_head = ROWS` in the recipe, or "
             "leave the option out."
         )
-    drafts = options.drafts
+    drafts = DRAFTS if options.drafts is None else options.drafts
     if not scripted and options.drafts_from is None and (config is None or not config.mtp_layers):
+        if options.drafts:
+            raise without_effect("--drafts", f"the model of {options.ranks} has no MTP layer, which is what drafts")
         drafts = 0
     tokenizer = TextTokenizer(directories[0])
     if config is not None and tokenizer.size > config.text.vocab_size:

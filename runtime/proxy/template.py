@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -18,6 +19,8 @@ from .errors import ApiError, bad_request
 from .tokenizer import THINK, TOOL_CALL, TextTokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
+_FIXED = frozenset({"messages", "tools", "add_generation_prompt"})
+_COMMON = frozenset({"enable_thinking", "reasoning_effort"})
 
 
 class ToolFormat(Enum):
@@ -34,6 +37,7 @@ class ChatTemplate:
         path = directory / TEMPLATE_FILE
         source = _read_source(path) if path.exists() else tokenizer.settings.get("chat_template")
         self._template: jinja2.Template | None = None
+        self._reads: frozenset[str] = frozenset()
         self._tokens = {
             name: value.get("content") if isinstance(value, dict) else value
             for name, value in tokenizer.settings.items()
@@ -43,9 +47,27 @@ class ChatTemplate:
         self.tool_format = ToolFormat.JSON if older else ToolFormat.PARAMETERS
         if isinstance(source, str):
             try:
-                self._template = _environment().from_string(source)
+                environment = _environment()
+                self._template = environment.from_string(source)
+                self._reads = frozenset(
+                    meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+                )
             except (jinja2.TemplateError, RecursionError, ValueError) as error:  # the latter: a number of many digits
                 raise InputError(f"{path}: the chat template does not compile: {error}.") from error
+
+    def variables(self, given: dict[str, Any] | None) -> dict[str, Any]:
+        """What `chat_template_kwargs` sets. Raises ApiError for a name that the template does not read, as a misspelt one.
+
+        The two that every client may send change nothing where the template does not know them.
+        """
+        unread = [name for name in given or {} if name in _FIXED or name not in self._reads | _COMMON]
+        if unread and self._template is not None:
+            known = ", ".join(sorted(self._reads - _FIXED - self._tokens.keys())) or "none"
+            raise bad_request(
+                f"chat_template_kwargs: the model's template reads no {unread[0][:40]!r} of a request; its variables: {known}",
+                "chat_template_kwargs",
+            )
+        return dict(given or {})
 
     def render(
         self,

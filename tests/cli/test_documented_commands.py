@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from duovolt.cli.main import COMMANDS, _parser
+from duovolt.cli.serve import options_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
@@ -33,7 +34,9 @@ def test_a_documented_command_parses(name, line, capsys):
     assert command in COMMANDS
     parser, _ = _parser(command)
     try:
-        parser.parse(arguments)
+        args = parser.parse(arguments)
+        if command == "serve" and args.ranks is not None:
+            options_of(args)  # other places than the command line say nothing here
     except SystemExit as stopped:
         said = capsys.readouterr().err
         if stopped.code and not MENTION.search(said):  # --help ends with 0

@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from duovolt.checkpoint.layouts import LAYOUTS
 from duovolt.kernels.build import CSRC
 from duovolt.kernels.linear import SOURCES
 from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight
+from duovolt.tests.support import hostbuild
 
 EMULATOR = Path(__file__).with_name("emulator.hpp")
 REPLACED = (
@@ -79,21 +79,14 @@ def encode() -> Callable[[str, np.ndarray], Sample]:
 @pytest.fixture(scope="session", params=HOST_ARCHES)
 def host_kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The linear's sources as they stand, compiled for the host with an emulation of a GPU's threads and products."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler (g++ or clang++): the CUDA source cannot be run on the host")
     folder = tmp_path_factory.mktemp("host")
     for path in (*CSRC.glob("*.cu*"), Path(__file__).with_name("entry.hpp")):
         shutil.copy(path, folder)
     for name in REPLACED:
         (folder / name).write_text("")
-    (folder / "host.cpp").write_text(
+    main = (
         f'#define __CUDA_ARCH__ {HOST_ARCHES[request.param]}\n#include "{EMULATOR}"\n'
         + "".join(f'#include "{name}"\n' for name in SOURCES.values())
         + '#include "dequantise.cu"\n#include "entry.hpp"\n'
     )
-    library = folder / "host.so"
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", "host.cpp", "-o", str(library)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(hostbuild.build(folder, main, ["-O1", "-pthread"])))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from duovolt.kernels.prefill import half_factors
+from duovolt.kernels.half_factors import half_factors
 from duovolt.kernels.weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 

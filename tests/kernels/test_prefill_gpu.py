@@ -104,6 +104,33 @@ def test_several_matrices_into_columns_and_gates(encode, way):
     assert torch.isfinite(got).all() and counts[7] > 0 and counts.sum() == counts[7]
 
 
+@pytest.mark.parametrize("tokens", [25, 48, 97, 200])
+def test_sums_are_not_cut_off_where_torch_gives_them(encode, tokens):
+    """As the delta rule's four matrices, side by side in one product; loud rows stay what they are, outputs apart go alone."""
+    rng = np.random.default_rng(10)
+    shapes = (("fp8", 416), ("fp8", 96), ("half", 24), ("half", 24))
+    samples = [encode(kind, matrix("normal", (rows, 1024), rng)) for kind, rows in shapes]
+    weights = [on_gpu(sample.weight) for sample in samples]
+    x = activations("normal", 1024, rng, tokens)
+    x[7] *= 3000
+    wide = torch.full((tokens, 568), -7.0, device="cuda")
+    outs = list(wide[:, :560].split([416, 96, 24, 24], dim=1))
+    apart, counts = torch.zeros(tokens, 416, device="cuda"), torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    with using(WAYS["narrow"]):
+        linear_blocks(x, [*weights, weights[0]], [*outs, apart], overflows=counts)
+    assert (wide[:, 560:] == -7).all()
+    for sample, out in zip([*samples, samples[0]], [*outs, apart], strict=True):
+        expected = x.double() @ torch.from_numpy(sample.exact).cuda().t()
+        quiet = torch.arange(tokens) != 7
+        assert float((out.double() - expected)[quiet].norm() / expected[quiet].norm()) <= HALF_ERROR, (
+            sample.weight.encoding
+        )
+        if prefill._gives_float32() or tokens <= prefill.FEW_TOKENS:
+            assert float((out.double() - expected)[7].norm() / expected[7].norm()) <= HALF_ERROR
+    cut = not prefill._gives_float32() and tokens > prefill.FEW_TOKENS
+    assert (wide[7, :560].abs().max() > 65504) != cut and counts.any() == cut
+
+
 def test_pieces_side_by_side_give_what_pieces_in_turn_give(encode, monkeypatch):
     """Many small pieces, so that each half of the scratch is used again and again, with other work before and after."""
     monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * 32 * 1024 * 4)

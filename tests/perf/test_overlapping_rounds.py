@@ -6,6 +6,7 @@ rest until everything before it has ended. A norm admits the next launch at once
 
 import json
 import statistics
+import tomllib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -277,7 +278,10 @@ def test_layers_in_a_row_that_are_too_fast_say_nothing(tmp_path: Path, capsys: p
     for chains, gap in (([odd], plain.gap_us * US), ([good, odd], 0.4 * US)):
         times = LaunchTimes(MACHINE, ["tiny"], [LaunchTime("rms_norm 5 T4 x1", 0.0, 2e-6)], chains)
         assert plain.with_launches([times]).gap(ledger) == pytest.approx(gap)
-        assert ("gap_us = 0.40" in sections([times])) == (good in chains)
+        made = sections([times])
+        assert ("gap_us = 0.40" in made) == (good in chains)
+        told = [line for line in made.splitlines() if line.startswith("# left out, tiny, ")]
+        assert len(told) == sum(bool(chain.fault) for chain in chains) and all("did less than" in line for line in told)
     file = tmp_path / "old.json"
     file.write_bytes(times.encode())
     assert (
@@ -369,6 +373,12 @@ def test_the_sections_of_a_card_file() -> None:
     lines = sections([LaunchTimes(MACHINE, ["m"], launches, [chain], edges=edges)]).splitlines()
     assert {"gap_us = 2.00", "gap_overlapped_us = 0.50", "rms_norm = 2.5", '"rms_norm>linear" = 1.50'} <= set(lines)
     assert "NVIDIA H200, memory at 3201 MHz, driver 580.1" in lines[0]
+
+
+def test_names_of_a_file_stay_within_the_remarks_of_a_card_file() -> None:
+    odd = Chain("m\n[small]\ngap_us = 9", 1, 10, 90e-6, 100e-6)
+    made = sections([LaunchTimes(MACHINE, ["m\nx = 1"], [], [odd])])
+    assert tomllib.loads(made) == {"kernel_us": {}} and made.count("left out") == 1
 
 
 def test_rounds_in_turn_are_not_held_to_forecasts_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

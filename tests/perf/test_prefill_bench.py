@@ -8,8 +8,8 @@ import torch
 from duovolt.cli.main import main
 from duovolt.kernels import tuning
 from duovolt.kernels.tuning import Choice
-from duovolt.perf import kernels, prompts_tune
-from duovolt.perf.kernels import PrefillRow
+from duovolt.perf import kernels, prompt_layers, prompts_tune
+from duovolt.perf.kernels import Case, PrefillRow
 from duovolt.perf.prompts_tune import LONG_PROMPT, PROMPTS, for_prompts, with_prompts
 
 
@@ -69,3 +69,38 @@ def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
     assert [fact["share"] for fact in facts[:3]] == [pytest.approx(n) for n in (0.5, 3.0, 1.0)]
     assert main(["bench", "kernels", "--prefill", "30"]) == 0
     assert "chosen" in capsys.readouterr().out
+
+
+def test_a_layers_linears_as_the_engine_calls_them(monkeypatch, capsys):
+    """Small matrices in place of the 27B's, every call made, against one product a matrix."""
+    made: list[tuple[str, int]] = []
+
+    def linears(x, weights, outs):
+        assert all(
+            out.dtype == torch.float32 and out.shape == (len(x), w.shape[0])
+            for w, out in zip(weights, outs, strict=True)
+        )
+        made.append(("in", len(weights)))
+
+    small = [Case(case.name, tuple((kind, 32, 64) for kind, *_ in case.matrices)) for case in kernels.CASES]
+    monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(prompt_layers, "CASES", small)
+    monkeypatch.setattr(prompt_layers, "linear_blocks", linears)
+    monkeypatch.setattr(prompt_layers, "linear_block", lambda x, weight: made.append(("one", 1)))
+    monkeypatch.setattr(prompt_layers, "swiglu_block", lambda x, gate, up: made.append(("gates", 2)))
+    monkeypatch.setattr(prompt_layers, "captured", lambda launches: [launch() for launch in launches])
+    monkeypatch.setattr(prompt_layers, "time_in_turn", lambda graphs, launches: [3e-5, *[6e-5] * (len(graphs) - 1)])
+    monkeypatch.setattr(kernels, "choice", lambda device: Choice())
+    assert main(["bench", "kernels", "--prefill", "30", "--layers", "--route", "narrow", "beside", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [(fact["layer"], fact["route"]) for fact in facts] == [
+        (layer, way) for layer in prompt_layers.LAYERS for way in ("narrow", "beside")
+    ]
+    assert all(fact["share"] == pytest.approx(0.5) for fact in facts)
+    assert [fact["flops"] for fact in facts[::2]] == [
+        2 * 30 * 32 * 64 * count for count in (3 + 1 + 2 + 1, 4 + 1 + 2 + 1)
+    ]
+    passes = prompt_layers.COPIES * (1 + 2)  # once for the factors, then each way
+    assert made.count(("in", 3)) == made.count(("in", 4)) == made.count(("gates", 2)) / 2 == passes
+    assert main(["bench", "kernels", "--prefill", "30", "--layers"]) == 0
+    assert "layer of attention in" in capsys.readouterr().out

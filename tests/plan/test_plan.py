@@ -1,14 +1,16 @@
 """plan and inspect: the published ledger of the 27B from headers alone, and the tiny checkpoint's fate, tensor by tensor."""
 
+import io
 import json
 import os
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from duovolt.checkpoint.writer import Planned, encode_header
+from duovolt.cli.main import main
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
 from duovolt.perf.shapes import QWEN_27B
@@ -29,9 +31,16 @@ def giant(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def run(*arguments: object) -> SimpleNamespace:
+    """A command in this process, where torch is imported but once: exit code and what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
 def facts(*arguments: object) -> dict:
-    command = [sys.executable, "-m", "duovolt", *map(str, arguments), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = run(*arguments, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -66,8 +75,7 @@ def test_ledger_of_the_27b(giant: Path) -> None:
 
 @pytest.mark.parametrize("tp, fits", [(1, True), (2, True), (4, True), (8, True), (3, False), (16, False)])
 def test_every_width_the_27b_allows(giant: Path, tp: int, fits: bool) -> None:
-    command = [sys.executable, "-m", "duovolt", "plan", giant, "--tp", str(tp)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = run("plan", giant, "--tp", str(tp))
     assert (result.returncode == 0) == fits
     if not fits:
         assert result.returncode == 2 and f"cannot be shared out over {tp} ranks" in result.stderr
@@ -86,14 +94,13 @@ def test_inspect_of_a_source(giant: Path) -> None:
 def test_inspect_one_tensor() -> None:
     found = facts("inspect", FIXTURE, "--tensor", "lm_head.weight")
     assert (found["dtype"], found["shape"]) == ("BF16", [256, 64])
-    command = [sys.executable, "-m", "duovolt", "inspect", FIXTURE, "--tensor", "lm_head"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run("inspect", FIXTURE, "--tensor", "lm_head")
     assert result.returncode == 2 and "Did you mean lm_head.weight?" in result.stderr
 
 
 @pytest.mark.parametrize("option", [["--max-context", "0"], ["--max-context", "999999"], ["--tp", "0"]])
 def test_nonsense_is_refused_with_the_numbers(option: list[str]) -> None:
-    result = subprocess.run([sys.executable, "-m", "duovolt", "plan", FIXTURE, *option], capture_output=True, text=True)
+    result = run("plan", FIXTURE, *option)
     assert result.returncode == 2 and option[1] in result.stderr and "Traceback" not in result.stderr
 
 
@@ -101,9 +108,7 @@ def test_auto_is_the_longest_context_that_fits(giant: Path) -> None:
     """As for `serve`: the 27B on two cards reaches all its positions, on one none."""
     found = facts("plan", giant, "--tp", 2, "--max-context", "auto", "--kv", "fp16")
     assert found["max_context"] == found["longest_context_32_gb"] and found["fits_32_gb_card"]
-    command = [sys.executable, "-m", "duovolt", "plan", giant, "--max-context", "auto", "--recipe", "bf16", "--tp", "1"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run("plan", giant, "--max-context", "auto", "--recipe", "bf16", "--tp", "1")
     assert result.returncode == 3 and "no context fits" in result.stderr and "Traceback" not in result.stderr
-    command = [sys.executable, "-m", "duovolt", "plan", FIXTURE, "--max-context", "auto"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run("plan", FIXTURE, "--max-context", "auto")
     assert result.returncode == 2 and "no kernels for this model" in result.stderr

@@ -12,6 +12,7 @@ PLAIN = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 MERGES = ["Hello", " world", " beta", " gamma"]
 
 TEMPLATE = """\
+{%- if divisor is defined %}{{ 1 // divisor }}{% endif %}
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>

@@ -25,6 +25,7 @@ from duovolt.runtime.proxy.schema import (
     CountTokensBody,
     MessagesBody,
     ResponsesBody,
+    TokenizeBody,
     decode_body,
 )
 
@@ -39,7 +40,9 @@ LEAST: dict[type[Body], tuple[str, dict[str, Any]]] = {
     ResponsesBody: ("/v1/responses", {"input": "hi"}),
     MessagesBody: ("/v1/messages", {"messages": USER, "max_tokens": 50}),
     CountTokensBody: ("/v1/messages/count_tokens", {"messages": USER}),
+    TokenizeBody: ("/tokenize", {"messages": USER}),
 }
+ANSWERING = [kind for kind in LEAST if kind not in (CountTokensBody, TokenizeBody)]
 OFFICIAL: list[tuple[type[Body], Any]] = [
     (ChatBody, chat_create_params.CompletionCreateParamsStreaming),
     (CompletionBody, completion_create_params.CompletionCreateParamsStreaming),
@@ -99,7 +102,7 @@ def test_the_three_kinds_are_apart_and_the_guide_lists_the_harmless() -> None:
     assert not (missing := sorted(name for name in HARMLESS if f"`{name}`" not in told)), missing
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LEAST if kind is not CountTokensBody])
+@pytest.mark.parametrize("kind", ANSWERING)
 def test_a_refusal_names_the_field_over_http(api: LocalApi, kind: type[Body]) -> None:
     path, least = LEAST[kind]
     status, answer = api.post(path, least | {"min_tokens": 5})
@@ -115,6 +118,7 @@ def test_what_another_api_knows_is_refused_where_it_is_unknown() -> None:
         (ResponsesBody, "n", 2), (ResponsesBody, "presence_penalty", 1), (ResponsesBody, "stop_token_ids", [5]),
         (ResponsesBody, "max_tokens", 5), (MessagesBody, "stop", ["x"]), (MessagesBody, "text", {"verbosity": "low"}),
         (MessagesBody, "n", 2), (MessagesBody, "logit_bias", {"5": 1}), (CountTokensBody, "thread", {"type": "create"}),
+        (TokenizeBody, "add_generation_prompt", False), (TokenizeBody, "enable_thinking", False),
     ):  # fmt: skip
         error = check(kind, **{name: value})
         assert error is not None and error.param == name, (kind, name)
@@ -141,7 +145,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(kind: type[Body]) -> None:
 
 def test_what_is_so_anyway_is_granted() -> None:
     """Benchmarks ask for a least length together with `ignore_eos`, which gives them the whole of `max_tokens`."""
-    for kind in set(LEAST) - {CountTokensBody}:
+    for kind in ANSWERING:
         assert (
             check(kind, min_tokens=5, ignore_eos=True) is None
             and check(kind, min_tokens=5, ignore_eos=False) is not None
@@ -176,11 +180,11 @@ def test_harmless_fields_change_no_answer(api: LocalApi, kind: type[Body], some:
     path, least = LEAST[kind]
     sent = []
     for body in (least, least | some):
-        body = body if kind is CountTokensBody else body | {"seed": 3}
+        body = body | {"seed": 3} if kind in ANSWERING else body
         status, answer = api.say(blocks("Hello"), path, body)
         assert status == 200, answer
         sent.append(
             [(one.prompt, one.sampling, one.max_tokens) for one in api.sent if isinstance(one, GenerateRequest)]
         )
-        sent[-1].append(answer.get("input_tokens"))
+        sent[-1] += [answer.get("input_tokens"), answer.get("tokens")]
     assert sent[0] == sent[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.cli.main import main
+from duovolt.perf.shapes import configuration
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import ServePlan, make_plan
 from duovolt.runtime.proxy.sampling import SamplingDefaults
@@ -192,3 +194,28 @@ def test_options_that_only_cards_read_are_known(tmp_path: Path) -> None:
     chosen = {"kv": "fp16", "attention": "plain", "head_split": "on", "graphs": "off", "draft_window": 512}
     asked = ServeOptions(ranks=tmp_path, **chosen).asked_of_cards  # type: ignore[arg-type]
     assert asked == ["--kv fp16", "--attention plain", "--head-split on", "--graphs off", "--draft-window 512"]
+
+
+def test_drafts_of_a_model_that_has_nothing_to_draft_with(tmp_path: Path) -> None:
+    """Asked for, they are refused; else there are none, and that is the plan's word."""
+    config = configuration("narrow", 4)
+    config["text_config"] |= {"mtp_num_hidden_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--config", str(tmp_path / "config.json"), "--stage", "ranks", "--tp", "1", "--quiet"]
+    assert main(["synth", str(tmp_path / "ranks"), *words]) == 0
+    options = ServeOptions(ranks=tmp_path / "ranks", backend="reference")
+    assert make_plan(options).drafts == make_plan(replace(options, drafts=0)).drafts == 0
+    with pytest.raises(InputError, match=r"--drafts has no effect here: .* has no MTP layer"):
+        make_plan(replace(options, drafts=2))
+    for stated, words in (({"collective": "host"}, "is one rank"), ({"head_split": "on"}, "is one rank")):
+        with pytest.raises(InputError, match=f"has no effect here: .* {words}"):
+            make_plan(replace(options, **stated))
+
+
+def test_pictures_by_url_for_a_model_that_reads_none(tmp_path: Path) -> None:
+    config = configuration("narrow", 4) | {"vision_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--config", str(tmp_path / "config.json"), "--stage", "ranks", "--tp", "1", "--quiet"]
+    assert main(["synth", str(tmp_path / "ranks"), *words]) == 0
+    with pytest.raises(InputError, match=r"--allow-image-urls has no effect here: .* reads no pictures"):
+        make_plan(ServeOptions(ranks=tmp_path / "ranks", backend="reference", allow_image_urls=True))

@@ -31,7 +31,8 @@ class Demand:
 
     weights, vision  bytes of the model's weights on the card, of the vision tower's among them
     picture_patches  of the largest picture; 0: no pictures are read
-    keys_in_a_row    prompts' attention takes keys and values from a copy in a row, not from the pages as on a V100
+    keys_in_a_row    prompts' attention takes keys and values from a copy in a row, not from the pages as on a V100; such cards
+                     multiply gate and up side by side too
     captured         rounds, and prompts' chunks that are not too long, run as graphs, which have memory of their own
     """
 
@@ -193,7 +194,8 @@ def _layer_bytes(demand: Demand) -> int:
     )
     token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
     # The MTP layer's first matrix takes two hidden states side by side, and is not split.
-    largest = text.hidden_size * max(text.intermediate_size // tp, projection, 2 * text.hidden_size)
+    gates = text.intermediate_size // tp * (2 if demand.keys_in_a_row else 1)
+    largest = text.hidden_size * max(gates, projection, 2 * text.hidden_size)
     plain = linear_bytes(largest)
     heads = text.linear_num_value_heads // tp
     delta = delta_bytes(demand.chunk, heads, 2 * text.linear_num_key_heads // tp + heads)

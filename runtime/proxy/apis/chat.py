@@ -11,7 +11,7 @@ from ...messages import GenerateRequest, TokenLogprob
 from ..answer import Answer, Plan, Update
 from ..assembly import AnswerStyle, CallArguments, CallStart, Content, Piece, Reasoning
 from ..delivery import Event, deliver
-from ..errors import ApiError
+from ..errors import ApiError, bad_request
 from ..grammar import chat_grammar
 from ..pictures import place_pictures, show
 from ..plan import ServePlan
@@ -47,6 +47,8 @@ class ChatApi:
 def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Plan:
     """The engine's requests and how to read their answers. Raises ApiError."""
     tokenizer = plan.tokenizer
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs has no effect without logprobs: true", "top_logprobs")
     logprobs = 1 + (body.top_logprobs or 0) if body.logprobs else 0
     sampling = build_sampling(body, defaults, tokenizer, logprobs)
     stops, ends, ignore_eos = stop_strings(body), stop_ids(body, tokenizer), bool(body.ignore_eos)

@@ -36,7 +36,7 @@ def build_chat_prompt(body: ChatBody, template: ChatTemplate, reader: PictureRea
     """Render the body. Raises ApiError for malformed messages and for what this server cannot do."""
     media = Media()
     tools = _tools(body)
-    variables = dict(body.chat_template_kwargs or {})
+    variables = template.variables(body.chat_template_kwargs)
     if body.enable_thinking is not None:
         variables["enable_thinking"] = body.enable_thinking
     if body.reasoning_effort is not None:

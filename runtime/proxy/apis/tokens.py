@@ -40,5 +40,5 @@ class TokensApi:
             return encode_prompt(plan.tokenizer, body.prompt, plan.max_context)
         media = Media()
         messages = clean_messages(body.messages or [], media, plan.pictures)
-        text = plan.template.render(messages, body.tools, dict(body.chat_template_kwargs or {}))
+        text = plan.template.render(messages, body.tools, plan.template.variables(body.chat_template_kwargs))
         return encode_with_pictures(text, media, plan.pictures, plan.tokenizer, plan.max_context).ids

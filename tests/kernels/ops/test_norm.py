@@ -79,13 +79,16 @@ def test_output_gate_between_queries(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_embed_gathers_every_bit_and_marks_strangers(device, dtype):
-    table = data("heavy", (50, 72), np.random.default_rng(4), device).to(dtype)
-    tokens = torch.tensor([49, 0, -1, 50, 7, 2**31 - 1], dtype=torch.int32, device=device)
-    out = Guarded((6, 72), torch.float32, device)
+@pytest.mark.parametrize(("columns", "repeats"), [(72, 1), (72, 12), (5208, 12)])
+def test_embed_gathers_every_bit_and_marks_strangers(device, dtype, columns, repeats):
+    """Few tokens and many, rows that a block takes in one turn and in more."""
+    table = data("heavy", (50, columns), np.random.default_rng(4), device).to(dtype)
+    tokens = torch.tensor([49, 0, -1, 50, 7, 2**31 - 1] * repeats, dtype=torch.int32, device=device)
+    out = Guarded((6 * repeats, columns), torch.float32, device)
     got = norm.embed(tokens, table, out.inner)
-    assert out.intact and torch.equal(got[[0, 1, 4]], table[[49, 0, 7]].float())
-    assert torch.isnan(got[[2, 3, 5]]).all()
+    rows = got.view(repeats, 6, columns)
+    assert out.intact and torch.equal(rows[:, [0, 1, 4]], table[[49, 0, 7]].float().expand(repeats, 3, columns))
+    assert torch.isnan(rows[:, [2, 3, 5]]).all() and (repeats == 1) == (6 * repeats <= norm._FEW)
     assert torch.equal(got.isnan(), norm.embed_reference(tokens, table).isnan())
 
 

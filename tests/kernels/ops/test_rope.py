@@ -115,10 +115,14 @@ def test_slots_outside_of_the_pool_are_dropped_and_strange_positions_give_nan(de
 
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp16"])
-def test_many_tokens_have_the_bits_of_few(device, int8):
-    """Values that go to whole runs of a page: from any place in a run on, with padding, gaps and other orders between."""
+@pytest.mark.parametrize("heads", [(2, 2), (1, 1), (7, 2)], ids=str)
+def test_many_tokens_have_the_bits_of_few(device, int8, heads):
+    """Values that go to whole runs of a page: from any place in a run on, with padding, gaps and other orders between.
+
+    Two heads a warp: two queries, two keys, one of each, one and nothing.
+    """
     tokens = _FEW + 20
-    case = Case(device, "heavy", 2, 2, tokens, int8)
+    case = Case(device, "heavy", *heads, tokens, int8)
     places = torch.arange(tokens) + 5  # tokens 11 .. 26, 27 .. 42 and so on are whole runs
     places[30], places[-4:] = -1, -1
     places[50], places[51] = places[51].item(), places[50].item()
@@ -126,7 +130,7 @@ def test_many_tokens_have_the_bits_of_few(device, int8):
     case.projection[40, -7], case.projection[41, -8] = -1e6, float("nan")
     counts = [torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2)]
     together = qkv_rope(*case.arguments(), case.cache, EPS, overflows=counts[0])
-    few = KVCache.empty(4, 2, int8=int8, device=device)
+    few = KVCache.empty(4, heads[1], int8=int8, device=device)
     for rows in (slice(0, 30), slice(30, tokens)):
         alone = qkv_rope(*case.arguments(rows), few, EPS, overflows=counts[1][rows])
         assert torch.equal(bits(together[rows]), bits(alone))

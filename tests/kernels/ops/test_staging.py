@@ -41,6 +41,26 @@ def test_the_gated_product(device, in_place):
     assert ours.tolist() == counts.tolist() == [0, 0, 2] and got[2, 0] == 65504
 
 
+@pytest.mark.parametrize("rests", [(1.0, 1.0), (1.0, 1.625), (1.3, 1.0)])
+def test_gate_and_up_side_by_side(device, rests):
+    """Halves of one product, of which one is still to be multiplied by what its weights' scale has more."""
+    both = data("normal", (5, 2 * 264), np.random.default_rng(3), device).half()
+    both[3, 7], both[3, 264 + 7] = 60000, 1.0
+    both[4, 8], both[4, 264 + 8] = 0.5, float("-inf")
+    gate, up = both[:, :264], both[:, 264:]
+    wide = [part.double().cpu().numpy() * rest for part, rest in zip((gate, up), rests, strict=True)]
+    exact = wide[0] / (1 + np.exp(-wide[0])) * wide[1]
+    counts, ours = (torch.zeros(5, dtype=torch.int32, device=device) for _ in range(2))
+    out = Guarded((5, 264), torch.float16, device)
+    got = silu_product(gate, up, out.inner, rests=rests, overflows=ours)
+    expected = silu_product_reference(gate, up, rests=rests, overflows=counts)
+    assert out.intact and relative(got[:3], exact[:3]) <= HALF_ERROR
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-6)
+    assert ours.tolist() == counts.tolist() == [0, 0, 0, int(rests != (1.0, 1.0)), 1]
+    if rests == (1.0, 1.0):
+        assert torch.equal(got, silu_product(gate.contiguous(), up.contiguous()))
+
+
 def test_bad_calls_are_refused():
     part = torch.zeros(2, 16, dtype=torch.float16)
     for call, message in (
@@ -48,6 +68,7 @@ def test_bad_calls_are_refused():
         (lambda: widen(part, torch.zeros(2, 8)), r"out is \[2, 8\]"),
         (lambda: silu_product(part[:, :12], part[:, :12]), "multiple of 8"),
         (lambda: silu_product(part, part[:1]), r"up is \[1, 16\]"),
+        (lambda: silu_product(torch.zeros(2, 32).half()[:, :16], part), "rows of gate stand 32 apart, those of up 16"),
         (lambda: widen(part, torch.zeros(2, 16)), "runs on a CUDA device"),
     ):
         with pytest.raises(InputError, match=message):
