@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(ROWS),
         metavar="ROWS",
-        help="32, 16 or auto, each in turn: rows of an item of nvfp4 and fp8 on sm_80 and newer, without slices of K but for auto "
+        help="32, 16 or auto, each in turn: rows of an item of nvfp4 and fp8 on sm_80 and newer; slices of K for auto alone "
         "(default: the card's choice)",
     )
     parser.add_argument(

@@ -32,7 +32,7 @@ def goes(encoding: str, columns: int, arch: str, shared_bytes: int) -> bool:
 
 
 def cut(filled: Task, blocks: int, most_bytes: int) -> int:
-    """Cuts a launch of bands into shares of `blocks` blocks, which may have `most_bytes` of shared memory each; what they need."""
+    """Cuts a launch of bands into shares of `blocks` blocks; bytes of shared memory of each, which may have `most_bytes`."""
     paired = filled.epilogue == SWIGLU
     units, steps = (8, 4) if paired else (4, 2)  # of a band, or of gate and up of one
     filled.cut.bands, left = divmod(filled.items, blocks)

@@ -1,4 +1,4 @@
-"""Launches in slices of K, on the host: which matrices go, what each block gets, results, and bits for every T, grid and company."""
+"""Launches in slices of K, on the host: which matrices go, what each block gets, results, bits for every T and grid."""
 
 import ctypes
 
