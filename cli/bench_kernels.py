@@ -55,7 +55,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=list(ROWS),
         metavar="ROWS",
-        help="32, 16 or auto, each in turn: rows of an item of nvfp4 and fp8 on sm_80 and newer (default: the card's choice)",
+        help="32, 16 or auto, each in turn: rows of an item of nvfp4 and fp8 on sm_80 and newer; slices of K for auto alone "
+        "(default: the card's choice)",
     )
     parser.add_argument(
         "--overlap", action="store_true", help="launches overlap as in the engine's graphs (sm_90 and newer)"
@@ -110,7 +111,7 @@ def measured(
         for left_out in ("", "arithmetic", "loads") if args.ablate else ("",):
             tried = choice(device.index or 0)
             if kind:
-                tried = replace(tried, rows=ROWS[kind])
+                tried = replace(tried, rows=ROWS[kind], slices=tried.slices and kind == "auto")
             first = not left_out and kind == (args.rows or [""])[0]
             with using(replace(tried, ablate=left_out)):
                 timed = measure(

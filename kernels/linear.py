@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import reference
-from .module import block_shared_bytes, load, multiprocessor_shared_bytes
+from . import reference, slices
+from .module import Module, block_shared_bytes, load, multiprocessor_shared_bytes
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, halve, task
-from .tuning import HALF_BAND, HALVES, PAIR_BLOCKS, choice, multiprocessors, spread
+from .tuning import HALF_BAND, HALVES, PAIR_BLOCKS, SLICED, Choice, choice, multiprocessors, spread
 from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
 
 __all__ = [
@@ -67,12 +67,12 @@ def linears(
     epilogue = FLOAT if dtype == torch.float32 else HALF
     # Bands of more bytes first: a block that begins last should not take longest.
     order = sorted(range(len(weights)), key=lambda index: -_BAND_BYTES[weights[index].encoding])
-    filled = task(
-        *(x, [weights[index] for index in order], [outs[index] for index in order], epilogue),
-        *([residuals[index] for index in order] if residuals else None, overflows),
-    )
-    encodings = {weight.encoding for weight in weights}
-    _launch(x, encodings.pop() if len(encodings) == 1 else MIXED, filled)
+    for kernel, members in _launches(x, weights, order):
+        filled = task(
+            *(x, [weights[index] for index in members], [outs[index] for index in members], epilogue),
+            *([residuals[index] for index in members] if residuals else None, overflows),
+        )
+        _launch(x, kernel, filled)
     return outs
 
 
@@ -138,18 +138,57 @@ def prepare(device: torch.device) -> None:
         load(source, index, choice(index).defines)
 
 
-def _launch(x: Tensor, kernel: str, filled: Task) -> None:
-    padded = -(-x.shape[0] // _TOKENS_A_PRODUCT) * _TOKENS_A_PRODUCT
+def _launches(x: Tensor, weights: Sequence[Weight], order: list[int]) -> list[tuple[str, list[int]]]:
+    """Kernels and their matrices: one launch, unless some of a mixture go in slices, as they do alone."""
+    encodings = {weight.encoding for weight in weights}
+    if len(encodings) == 1:
+        return [(encodings.pop(), order)]
+    apart: dict[str, list[int]] = {}
+    for index in order:
+        encoding = weights[index].encoding
+        apart.setdefault(encoding if _in_slices(x, encoding) else MIXED, []).append(index)
+    if len({weights[index].encoding for index in apart.get(MIXED, ())}) == 1:
+        members = apart.pop(MIXED)
+        apart[weights[members[0]].encoding] = members
+    return list(apart.items())
+
+
+def _in_slices(x: Tensor, encoding: str) -> bool:
+    """Whether matrices of an encoding that meet x go in slices: the same for every number of tokens."""
     device = x.device.index
     tuned = choice(device)
-    module = load(SOURCES[padded], device, tuned.defines)
+    arch = _module(x, tuned).arch
+    return tuned.slices and slices.goes(encoding, x.shape[1], arch, block_shared_bytes(device))
+
+
+def _padded(x: Tensor) -> int:
+    return -(-x.shape[0] // _TOKENS_A_PRODUCT) * _TOKENS_A_PRODUCT
+
+
+def _module(x: Tensor, tuned: Choice) -> Module:
+    return load(SOURCES[_padded(x)], x.device.index, tuned.defines)
+
+
+def _launch(x: Tensor, kernel: str, filled: Task) -> None:
+    padded, device = _padded(x), x.device.index
+    tuned = choice(device)
+    module = _module(x, tuned)
+    in_slices = kernel != MIXED and _in_slices(x, kernel)
+    if in_slices and padded == slices.TOKENS:
+        blocks = multiprocessors(device)
+        shared_bytes = slices.cut(filled, blocks, block_shared_bytes(device))
+        module.launch(slices.KERNEL, blocks, slices.THREADS, (filled,), shared_bytes, overlap=True)
+        return
     paired, resident, processors = filled.epilogue == SWIGLU, 0, multiprocessors(device)
-    if tuned.rows_of(kernel, filled.items, paired, processors, module.arch, padded) == HALF_BAND:
+    rows = tuned.rows_of(kernel, filled.items, paired, processors, module.arch, padded)
+    if in_slices:
+        kernel = f"{kernel}_{SLICED}"
+    if rows == HALF_BAND and paired:
         halve(filled)
-        if paired:
-            resident = PAIR_BLOCKS[padded]
-        else:
-            kernel = f"{kernel}_{HALVES}"
+        resident = PAIR_BLOCKS[padded]
+    elif rows == HALF_BAND and not in_slices:
+        halve(filled)
+        kernel = f"{kernel}_{HALVES}"
     blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, processors, resident)
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
     if module.overlapping:

@@ -33,6 +33,13 @@ class Matrix(ctypes.Structure):
     ]
 
 
+class Cut(ctypes.Structure):
+    """Shares of a launch in slices of K: whole bands of every block, units of what is left over, blocks that have one more,
+    and steps of a block between two barriers."""
+
+    _fields_ = [("bands", ctypes.c_int), ("units", ctypes.c_int), ("more", ctypes.c_int), ("round", ctypes.c_int)]
+
+
 class Task(ctypes.Structure):
     """A launch: one argument, passed by value."""
 
@@ -45,6 +52,7 @@ class Task(ctypes.Structure):
         ("matrices", ctypes.c_int),
         ("epilogue", ctypes.c_int),
         ("rows", ctypes.c_int),
+        ("cut", Cut),
         ("matrix", Matrix * MATRICES),
     ]
 

@@ -1,5 +1,5 @@
 """Choices of a card's own, those of the linears from `duovolt kernels tune`. They change speed and no bits, but for those that
-choose among ways for many tokens.
+choose among ways for many tokens, and for `slices`.
 
 They stand in `tuning.json` beside the compiled kernels, by the name of the card; without them the defaults hold.
 """
@@ -28,6 +28,10 @@ _HALF_STAGE_BYTES = {"nvfp4": 8 * 160, "fp8": 4 * 288}
 MIXED_STAGES = 2  # of fp8 bands in a launch of several encodings
 BAND, HALF_BAND = 32, 16  # rows of an item
 HALVES = "halves"  # kernels of half a band an item: linear_{encoding}_halves_{T}
+SLICED = (
+    "sliced"  # kernels of bands whose chains are slices of K, for more than eight tokens: linear_{encoding}_sliced_{T}
+)
+_SLICED_CHAINS = 16
 # What half a band of nvfp4 costs, of a whole one, by the instructions of a turn; sixteen rows of gate and of up against a band of
 # each. Bands of fp8, which waits for bytes, a multiprocessor: from and below which halves of them took less time on an H200
 # (docs/kernels/linear.md).
@@ -56,6 +60,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch; 0 for a block an item, but `PAIR_BLOCKS` for gate and up side by side. `rows` of an item of nvfp4 or fp8 on sm_80
     and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`: what is left out to see
     what the rest costs, with wrong results.
+    `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), where rings, rows and blocks are its own;
+    off, they go as the others do, with other bits.
     `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
@@ -69,6 +75,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: Literal[0, 16, 32] = 0
     half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
     mixed_stages: int = MIXED_STAGES
+    slices: bool = True
     early: frozenset[Literal["exchange"]] = frozenset()
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
@@ -78,7 +85,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def prompts(self) -> str:
         """What of it decides the rounding of a prompt's products: the same on every rank, or they read different prompts."""
         wide = f"wide:{self.wide_from}-{self.wide_up_to}" if self.wide_up_to else "plain"
-        return f"{wide},beside" if self.overlap_dequantising else wide
+        return wide + ",beside" * self.overlap_dequantising + ",bands" * (not self.slices)
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
@@ -131,6 +138,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sums = (_WARPS + 1) * tokens * (held + 1) * 4  # with the padding of a row
         if int(arch.partition("_")[2]) < _OLDEST_RING:
             return sums
+        if kind == SLICED:
+            sums = (_SLICED_CHAINS + 1) * tokens * (held + 1) * 4
+            return sums + _WARPS * self.stages[encoding] * STAGE_BYTES[encoding]
         if kind == HALVES:
             return sums + _WARPS * self.half_stages[encoding] * _HALF_STAGE_BYTES[encoding]
         stages = self.stages | {"fp8": self.mixed_stages} if encoding == "any" else self.stages

@@ -39,6 +39,26 @@ __device__ __forceinline__ void copy_once_if(bool wanted, SharedAddress shared, 
                  : "memory");
 }
 
+// The same kShared and kGlobal bytes on; one instruction where the offsets are known to the compiler.
+template <int kShared, int kGlobal>
+__device__ __forceinline__ void copy_once_if(int wanted, SharedAddress shared, const unsigned char *global) {
+    unsigned long long first_to_leave;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
+    asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %3, 0;\n"
+                 " @wanted cp.async.cg.shared.global.L2::cache_hint [%0 + %4], [%1 + %5], 16, %2;}" ::"r"(shared),
+                 "l"(global), "l"(first_to_leave), "r"(wanted), "n"(kShared), "n"(kGlobal)
+                 : "memory");
+}
+
+// Four bytes likewise, through the first-level cache, which copies of fewer than 16 need.
+template <int kShared, int kGlobal>
+__device__ __forceinline__ void copy_few_if(int wanted, SharedAddress shared, const unsigned char *global) {
+    asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %2, 0;\n"
+                 " @wanted cp.async.ca.shared.global [%0 + %3], [%1 + %4], 4;}" ::"r"(shared),
+                 "l"(global), "r"(wanted), "n"(kShared), "n"(kGlobal)
+                 : "memory");
+}
+
 // 16 zeros in place of what is not there; `global` is any valid address.
 __device__ __forceinline__ void zero_async(SharedAddress shared, const unsigned char *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, 0;" ::"r"(shared), "l"(global) : "memory");

@@ -38,7 +38,7 @@
 struct Nvfp4 {
     static constexpr int kBytes = 8;
     static constexpr float kUnit = 256.0f;
-    static constexpr bool kBlocks = false, kGroupScales = true, kPairs = true;
+    static constexpr bool kBlocks = false, kGroupScales = true, kPairs = true, kSliced = false;
     static constexpr int kTurn = NVFP4_TURN;
     static constexpr int kStages = NVFP4_STAGES, kHalfStages = NVFP4_HALF_STAGES, kMixedStages = kStages;
 
@@ -64,6 +64,12 @@ struct Nvfp4 {
         lower.factor = scales >> 8;
     }
 
+    // One row.
+    __device__ static void take_one(SharedAddress row, SharedAddress row_scale, Nvfp4 &weight) {
+        weight.codes = shared_8(row);
+        weight.factor = shared_1(row_scale);
+    }
+
     // (code * 2^-14) * (scale * 2^-8 * 2^14): at most 10.5, at least 2^-18, six bits wide, so exact in fp16.
     __device__ void prepare() { factor = multiply_pairs(scale_pair(factor), 0x74007400u); }
 
@@ -84,7 +90,7 @@ struct Nvfp4 {
 struct Fp8 {
     static constexpr int kBytes = 16;
     static constexpr float kUnit = 256.0f;
-    static constexpr bool kBlocks = false, kGroupScales = false, kPairs = true;
+    static constexpr bool kBlocks = false, kGroupScales = false, kPairs = true, kSliced = false;
     static constexpr int kTurn = 4;
     static constexpr int kStages = FP8_STAGES, kHalfStages = FP8_HALF_STAGES, kMixedStages = FP8_MIXED_STAGES;
 
@@ -136,7 +142,7 @@ struct Fp8Blocks : Fp8 {
 struct Half {
     static constexpr int kBytes = 32;
     static constexpr float kUnit = 1.0f;
-    static constexpr bool kBlocks = false, kGroupScales = false, kPairs = false;
+    static constexpr bool kBlocks = false, kGroupScales = false, kPairs = false, kSliced = false;
     static constexpr int kTurn = 4;
     static constexpr int kStages = HALF_STAGES, kMixedStages = kStages;
 

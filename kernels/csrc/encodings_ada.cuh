@@ -17,6 +17,11 @@ struct AdaNvfp4 : Nvfp4 {
         lower.factor = both_upper(factors);
     }
 
+    __device__ static void take_one(SharedAddress row, SharedAddress row_scale, AdaNvfp4 &weight) {
+        Nvfp4::take_one(row, row_scale, weight);
+        weight.factor = both_lower(e4m3_pair(static_cast<unsigned short>(weight.factor)));
+    }
+
     // A code * 2^-14 times a scale is a multiple of 2^-24 and six bits wide: exact, as a subnormal if need be.
     __device__ void prepare() {
         const unsigned words[2] = {codes.x, codes.y};

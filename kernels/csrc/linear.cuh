@@ -18,6 +18,10 @@ using Fp8BlocksLane = Fp8Blocks;
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #include "linear_ampere.cuh"
+// The same weight where K goes in slices, as the order of additions must be that of linear_slices.cuh.
+template <class Weight> struct Sliced : Weight {
+    static constexpr bool kSliced = true;
+};
 template <class Weight, int kTiles, bool, Form kForm, int kStages>
 using Turns = AmpereTurns<Weight, kTiles, kForm, kStages>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
@@ -43,30 +47,29 @@ __device__ __forceinline__ unsigned short saturated(float value, unsigned *overf
 
 // Sums of one band or half of one, a warp's part each, then the gates of SwiGLU. One word of padding a row, against lanes
 // that would meet in one bank.
-template <int kTiles, int kHeld> using Partial = float[kWarps + 1][kTiles * kTokens][kHeld + 1];
+template <int kTiles, int kHeld, int kChains> using Partial = float[kChains + 1][kTiles * kTokens][kHeld + 1];
 
-// The products of one warp with one item.
+// One chain of products of a warp with one item: turns from `first` to `end`.
 template <class Weight, int kTiles, class Walk>
-__device__ void multiply_band(Walk &walk, const Task &task, const Matrix &matrix, int band,
-                              Partial<kTiles, Walk::kHeld> &partial) {
+__device__ __forceinline__ void multiply_chain(Walk &walk, const Task &task, const Matrix &matrix, int band,
+                                               Partial<kTiles, Walk::kHeld, Walk::kChains> &partial, int chain, int end) {
     const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
     constexpr int kSums = Walk::kHeld / 4;
     float sum[kTiles][kSums] = {};
 #pragma unroll 1
-    for (int turn = warp; turn < walk.ahead.turns(); turn += kWarps) {
+    for (int turn = walk.ahead.first_turn(chain); turn < end; turn += walk.ahead.kStride) {
         if (Weight::kBlocks) {
             const int block = band / matrix.block_bands * matrix.block_columns + turn / matrix.block_turns;
             const float scale = __ldg(matrix.block_scales + block);
             float products[kTiles][kSums] = {};
-            walk.multiply(products, turn);
+            walk.multiply(products, turn, end);
 #pragma unroll
             for (int index = 0; index < kTiles * kSums; ++index) {
                 float &total = sum[index / kSums][index % kSums];
                 total = fmaf(scale, products[index / kSums][index % kSums], total);
             }
         } else {
-            walk.multiply(sum, turn);
+            walk.multiply(sum, turn, end);
         }
     }
 #pragma unroll
@@ -75,19 +78,34 @@ __device__ void multiply_band(Walk &walk, const Task &task, const Matrix &matrix
         for (int i = 0; i < kSums; ++i) {
             const int token = tile * kTokens + Walk::token(lane, i);
             if (token < task.tokens) {
-                partial[warp][token][Walk::row(lane, i)] = sum[tile][i];
+                partial[chain][token][Walk::row(lane, i)] = sum[tile][i];
             }
         }
     }
 }
 
+// The products of one warp with one item: a chain, or one for each of its slices.
+template <class Weight, int kTiles, class Walk>
+__device__ void multiply_band(Walk &walk, const Task &task, const Matrix &matrix, int band,
+                              Partial<kTiles, Walk::kHeld, Walk::kChains> &partial) {
+    const int warp = threadIdx.x / 32;
+    if constexpr (Walk::kChains == kWarps) {
+        multiply_chain<Weight, kTiles>(walk, task, matrix, band, partial, warp, walk.ahead.turns());
+    } else {
+#pragma unroll 1
+        for (int chain = warp; chain < Walk::kChains; chain += kWarps) {
+            multiply_chain<Weight, kTiles>(walk, task, matrix, band, partial, chain, walk.ahead.last_turn(chain));
+        }
+    }
+}
+
 // One output: the warps' sums in order, times the scale of the row.
-template <class Weight, int kTiles, int kHeld>
-__device__ float total(const Partial<kTiles, kHeld> &partial, const Matrix &matrix, int token, int held_row, int row) {
+template <class Weight, int kTiles, int kHeld, int kChains>
+__device__ float total(const Partial<kTiles, kHeld, kChains> &partial, const Matrix &matrix, int token, int held_row, int row) {
     const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
     float sum = partial[0][token][held_row];
 #pragma unroll
-    for (int part = 1; part < kWarps; ++part) {
+    for (int part = 1; part < kChains; ++part) {
         sum += partial[part][token][held_row];
     }
     return sum * Weight::kUnit * scale;
@@ -123,16 +141,16 @@ __device__ __forceinline__ void prefetch_rest(const Task &task, const Matrix &ma
 __device__ __forceinline__ float silu(float value) { return value / (1.0f + expf(-value)); }
 
 // What follows the product: the outputs of one band or half of one, or its gates.
-template <class Weight, int kTiles, int kHeld>
+template <class Weight, int kTiles, int kHeld, int kChains>
 __device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, int first_row, int part,
-                                       Partial<kTiles, kHeld> &partial) {
+                                       Partial<kTiles, kHeld, kChains> &partial) {
     for (int index = threadIdx.x; index < task.tokens * kHeld; index += blockDim.x) {
         const int token = index / kHeld, band_row = index % kHeld, row = first_row + band_row;
         if (row < matrix.rows) {
             // Asked for first: it comes while the sums are added.
             const float residual = matrix.residual == nullptr ? 0.0f : matrix.residual[place_of(matrix, token, row)];
-            const float value = total<Weight, kTiles, kHeld>(partial, matrix, token, band_row, row);
-            float &gate = partial[kWarps][token][band_row];
+            const float value = total<Weight, kTiles, kHeld, kChains>(partial, matrix, token, band_row, row);
+            float &gate = partial[kChains][token][band_row];
             if (task.epilogue != kSwiglu) {
                 store(task, matrix, token, row, value, residual);
             } else if (part == 0) {
@@ -145,14 +163,14 @@ __device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, i
 }
 
 // The same for sixteen rows of gate that stand above the sixteen of up.
-template <class Weight, int kTiles, int kHeld>
-__device__ __forceinline__ void finish_pairs(const Task &task, int first_row, Partial<kTiles, kHeld> &partial) {
+template <class Weight, int kTiles, int kHeld, int kChains>
+__device__ __forceinline__ void finish_pairs(const Task &task, int first_row, Partial<kTiles, kHeld, kChains> &partial) {
     const Matrix &gates = task.matrix[0], &ups = task.matrix[1];
     for (int index = threadIdx.x; index < task.tokens * kHalfRows; index += blockDim.x) {
         const int token = index / kHalfRows, own = index % kHalfRows, row = first_row + own;
         if (row < gates.rows) {
-            const float gate = total<Weight, kTiles, kHeld>(partial, gates, token, own, row);
-            const float up = total<Weight, kTiles, kHeld>(partial, ups, token, own + kHalfRows, row);
+            const float gate = total<Weight, kTiles, kHeld, kChains>(partial, gates, token, own, row);
+            const float up = total<Weight, kTiles, kHeld, kChains>(partial, ups, token, own + kHalfRows, row);
             store(task, ups, token, row, silu(gate) * up, 0.0f);
         }
     }
@@ -163,7 +181,7 @@ template <class Weight, int kTiles, bool kAhead = kTiles == 1 && Weight::kBytes 
           Form kForm = Weight::kPairs ? kPaired : kWhole, int kStages = Weight::kStages>
 __device__ __forceinline__ void run(const Task &task, Items items) {
     using Own = Turns<Weight, kTiles, kAhead, kForm, kStages>;
-    using Sums = Partial<kTiles, Own::kHeld>;
+    using Sums = Partial<kTiles, Own::kHeld, Own::kChains>;
     Sums &partial = *reinterpret_cast<Sums *>(dynamic_shared());
     Own walk(task, items, dynamic_shared() + sizeof(Sums));
     take_over(); // weights are on their way; what else is read, the launch before may have written
@@ -181,9 +199,9 @@ __device__ __forceinline__ void run(const Task &task, Items items) {
             __syncthreads();
             const int first_row = band * kRows + (whole ? 0 : item % 2 * kHalfRows);
             if (kForm == kPaired && !whole) {
-                finish_pairs<Weight, kTiles, Own::kHeld>(task, first_row, partial);
+                finish_pairs<Weight, kTiles, Own::kHeld, Own::kChains>(task, first_row, partial);
             } else {
-                finish<Weight, kTiles, Own::kHeld>(task, matrix, first_row, part, partial);
+                finish<Weight, kTiles, Own::kHeld, Own::kChains>(task, matrix, first_row, part, partial);
             }
             __syncthreads(); // before the next band's sums
         }
@@ -216,6 +234,10 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
     run<Weight, kTiles, false, kHalved, Weight::kHalfStages>(task, items);
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#include "linear_slices_run.cuh"
+#endif
+
 #define LINEAR(name, call, blocks_a_sm)                                                                                \
     extern "C" __global__ void __launch_bounds__(kWarps * 32, blocks_a_sm) name(const __grid_constant__ Task task) {   \
         call(task, {static_cast<int>(blockIdx.x), task.items, static_cast<int>(gridDim.x)});                           \
@@ -224,8 +246,17 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 #define HALVES(tokens, tiles)                                                                                          \
     LINEAR(linear_nvfp4_halves_##tokens, (run_halves<Fp4Lane, tiles>), kHalfBlocks[tiles - 1])                            \
     LINEAR(linear_fp8_halves_##tokens, (run_halves<Fp8Lane, tiles>), kHalfBlocks[tiles - 1])
+// Launches in slices of K (kernels/slices.py): up to eight tokens, and more.
+#define SLICES                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_slices_8(                               \
+        const __grid_constant__ Task task) {                                                                           \
+        run_slices<Fp4Lane, 5, 4>(task);                                                                               \
+    }
+#define SLICED(tokens, tiles) LINEAR(linear_nvfp4_sliced_##tokens, (run<Sliced<Fp4Lane>, tiles>), kBlocks[tiles - 1])
 #else
 #define HALVES(tokens, tiles)
+#define SLICED(tokens, tiles)
+#define SLICES
 #endif
 #define LINEARS(tokens, tiles)                                                                                         \
     LINEAR(linear_nvfp4_##tokens, (run<Fp4Lane, tiles>), kBlocks[tiles - 1])                                             \

@@ -2,3 +2,4 @@
 #include "linear.cuh"
 
 LINEARS(16, 2)
+SLICED(16, 2)

@@ -2,3 +2,4 @@
 #include "linear.cuh"
 
 LINEARS(24, 3)
+SLICED(24, 3)

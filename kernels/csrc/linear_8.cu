@@ -2,3 +2,4 @@
 #include "linear.cuh"
 
 LINEARS(8, 1)
+SLICES

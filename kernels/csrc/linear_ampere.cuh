@@ -17,9 +17,13 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
     static constexpr int kRowBytes = Weight::kBytes < 16 ? Weight::kBytes : 16; // of a row that lie together
     static constexpr int kRun = kHalfRows * kRowBytes;                          // sixteen rows
     static constexpr int kScaleLanes = kTurn * kHeld / 16; // lanes that copy 16 bytes of nvfp4 scales
-    static constexpr int kTurnX = kTurn * 2 * kColumns;    // bytes of a token's activations in a turn
 
-    Walk<kTurn> ahead;
+    using Way = Walk<kTurn, Weight::kSliced>;
+    static constexpr int kChains = Way::kChains;
+    static constexpr int kUnit = Way::kUnit;
+    static constexpr int kUnitX = kUnit * 2 * kColumns; // bytes of a token's activations
+
+    Way ahead;
     const int full;                      // turns of a band that lack no tile
     const unsigned char *words, *scales; // of this lane, in the first turn of the item that is loaded
     const unsigned char *x;              // this lane's tile of its token of the first token tile, in the first turn
@@ -88,9 +92,9 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
     __device__ void load() {
 #ifndef ABLATE_LOADS
         const SharedAddress own = free + to, own_scales = free + scales_to;
-        const unsigned char *from_words = words + static_cast<long long>(ahead.turn) * (kTurn * kBandTile);
-        const unsigned char *from_scales = scales + static_cast<long long>(ahead.turn) * (kTurn * kRows);
-        if (ahead.turn < full) {
+        const unsigned char *from_words = words + static_cast<long long>(ahead.turn) * (kUnit * kBandTile);
+        const unsigned char *from_scales = scales + static_cast<long long>(ahead.turn) * (kUnit * kRows);
+        if (Weight::kSliced ? !ahead.done() && ahead.turn + 1 < ahead.end : ahead.turn < full) {
 #pragma unroll
             for (int i = 0; i < kTurnBytes / 512; ++i) {
                 copy_once(own + step(i), from_words + i * kStep);
@@ -99,7 +103,7 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
                 copy_once_if(lane < kScaleLanes, own_scales, from_scales);
             }
         } else if (!ahead.done()) {
-            const int tiles = ahead.task.groups - ahead.turn * kTurn; // that there are from here on
+            const int tiles = tiles_from(ahead.turn); // that there are from here on
             const unsigned char *valid = words; // any address
 #pragma unroll
             for (int i = 0; i < kTurnBytes / 512; ++i) {
@@ -124,6 +128,9 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
         commit_copies(); // an empty group at the end of the walk keeps the count of groups
     }
 
+    // Tiles of a last turn that is not full.
+    __device__ int tiles_from(int turn) const { return Weight::kSliced ? kFour : ahead.task.groups - turn * kTurn; }
+
     // sum[tile][i]: token `token(i)` of token tile `tile`, row `row(i)` of what is held.
     __device__ static int token(int lane, int i) { return lane % 4 * 2 + i % 2; }
     __device__ static int row(int lane, int i) {
@@ -135,12 +142,14 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
     // Adds the products of a warp's next turn, which is turn `turn` of the band. Lane (g, q) = (lane / 4, lane % 4) holds
     // tile q of each four, for token g and for two rows of each sixteen. A product takes four columns of each of four tiles:
     // the order of columns within a product is free as long as both sides agree.
-    __device__ void multiply(float (&sum)[kTiles][kHeld / 4], int turn) {
+    // `end_of_chain`: the turn behind its chain's last one.
+    __device__ void multiply(float (&sum)[kTiles][kHeld / 4], int turn, int end_of_chain) {
         const Task &task = ahead.task;
-        const unsigned char *x_now = x + static_cast<long long>(turn) * kTurnX;
+        const unsigned char *x_now = x + static_cast<long long>(turn) * kUnitX;
+        const bool whole_turn = Weight::kSliced ? turn + 1 < end_of_chain : turn < full;
         uint4 own[kTurn / 4][kTiles][2];
 #ifndef ABLATE_LOADS
-        if (turn < full) {
+        if (whole_turn) {
 #pragma unroll
             for (int part = 0; part < kTurn / 4 * kTiles; ++part) {
                 const int four = part / kTiles, tile = part % kTiles;
@@ -158,7 +167,7 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
         } else
 #endif
         { // a last turn that is not full: the weights that are not there are zero, and so is x
-            const int tiles = task.groups - turn * kTurn; // that there are from here on
+            const int tiles = tiles_from(turn); // that there are from here on
 #pragma unroll
             for (int part = 0; part < kTurn / 4 * kTiles; ++part) {
                 const int four = part / kTiles, tile = part % kTiles;
@@ -183,6 +192,9 @@ template <class Weight, int kTiles, Form kForm, int kStages> struct AmpereTurns 
         }
 #pragma unroll
         for (int four = 0; four < kTurn / 4; ++four) {
+            if (Weight::kSliced && four > 0 && !whole_turn) {
+                break;
+            }
             multiply_four(sum, words_now + four * 4 * kTileStride, scales_now + four * 4 * kTileStride, own[four]);
         }
     }

@@ -6,7 +6,9 @@ constexpr int kRows = 32;    // rows of a band: the lanes of a warp
 constexpr int kHalfRows = 16; // rows of half a band: of one tensor-core product on sm_80 and newer
 constexpr int kColumns = 16; // columns of a tile: one nvfp4 group
 constexpr int kTokens = 8;   // tokens of one tensor-core product
-constexpr int kWarps = 8;    // of an item, parts of K: they fix the order of additions, and so the bits
+constexpr int kWarps = 8;    // of an item
+constexpr int kSlices = 16;  // of K, where a matrix goes in slices (linear_slices.cuh)
+constexpr int kFour = 4;     // tiles of a product; slices are dealt in fours
 constexpr int kMatrices = 8; // of one launch
 
 enum Encoding { kNvfp4, kFp8, kFp8Blocks, kHalf };
@@ -31,6 +33,12 @@ struct Matrix {
     int block_columns;
 };
 
+// Of a launch in slices of K (linear_slices.cuh): whole bands of every block, units of what is left over, blocks that have one more,
+// and steps of a block between two barriers.
+struct Cut {
+    int bands, units, more, round;
+};
+
 struct Task {
     const unsigned short *x; // fp16 [tokens, 16 * groups]
     unsigned *overflows;     // counts fp16 outputs cut off at +-65504, or null
@@ -40,6 +48,7 @@ struct Task {
     int matrices;
     int epilogue;
     int rows; // of an item: 32, or 16, half a band each, where the code can (sm_80 and newer)
+    Cut cut;
     Matrix matrix[kMatrices];
 };
 
@@ -60,15 +69,29 @@ struct Items {
     int first, end, step;
 };
 
+// Slices of K: contiguous, of as many fours each as possible; the first ones have one more.
+__device__ __forceinline__ int slice_fours(const Task &task, int slice) {
+    const int fours = task.groups / kFour;
+    return fours / kSlices + (slice < fours % kSlices);
+}
+__device__ __forceinline__ int slice_begin(const Task &task, int slice) { // its first four
+    const int fours = task.groups / kFour, more = fours % kSlices;
+    return fours / kSlices * slice + (slice < more ? slice : more);
+}
+
 // The turns of one warp through its block's bands, in order: kTurn tiles each. Loads walk it ahead of the products, across
-// bands too.
-template <int kTurn> struct Walk {
+// bands too. A band's sums are one chain of products a warp, of every kWarps-th turn; kSliced: one a slice, which a warp has
+// two of; turns are then counted in fours, and the last of a slice may be cut short.
+template <int kTurn, bool kSliced = false> struct Walk {
+    static constexpr int kChains = kSliced ? kSlices : kWarps;
     const Task &task;
     const Items items;
     int item, part, turn;
+    int end; // of the slice, if kSliced
 
     __device__ Walk(const Task &task, Items items)
-        : task(task), items(items), item(items.first), part(0), turn(static_cast<int>(threadIdx.x / 32)) {
+        : task(task), items(items), item(items.first), part(0), turn(first_turn(static_cast<int>(threadIdx.x / 32))) {
+        end = kSliced ? last_turn(static_cast<int>(threadIdx.x / 32)) : 0;
         if (turn >= turns()) {
             item = items.end; // a warp without work
         }
@@ -77,11 +100,29 @@ template <int kTurn> struct Walk {
     __device__ int turns() const { return (task.groups + kTurn - 1) / kTurn; }
     __device__ bool done() const { return item >= items.end; }
 
+    // Turns of a chain: every kStride-th.
+    static constexpr int kStride = kSliced ? kTurn / kFour : kWarps;
+    static constexpr int kUnit = kSliced ? kFour : kTurn; // tiles that a turn's number counts
+    __device__ int first_turn(int chain) const { return kSliced ? slice_begin(task, chain) : chain; }
+    __device__ int last_turn(int chain) const { return kSliced ? slice_begin(task, chain) + slice_fours(task, chain) : turns(); }
+
     // True if another band begins, which `first` is the warp's first turn of. `single`: an item has one.
     __device__ bool next(int first, bool single) {
-        turn += kWarps;
-        if (turn < turns()) {
+        turn += kStride;
+        if (!kSliced) {
+            if (turn < turns()) {
+                return false;
+            }
+        } else if (turn < end) {
             return false;
+        } else {
+            const int warp = threadIdx.x / 32, second = last_turn(warp + kWarps);
+            if (end != second) {
+                turn = first_turn(warp + kWarps);
+                end = second;
+                return false;
+            }
+            end = last_turn(warp);
         }
         turn = first;
         if (single || part == 1) {

@@ -8,6 +8,7 @@
 template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
     static constexpr int kTurn = 4;
     static constexpr int kHeld = kRows;
+    static constexpr int kChains = kWarps;
 
     Walk<kTurn> ahead;
     const unsigned char *words, *group_scales;
@@ -64,7 +65,7 @@ template <class Weight, int kTiles, bool kAhead> struct VoltaTurns {
     }
 
     // Adds the products of a warp's next turn, which is turn `turn` of the band.
-    __device__ void multiply(float (&sum)[kTiles][8], int turn) {
+    __device__ void multiply(float (&sum)[kTiles][8], int turn, int) {
         const Task &task = ahead.task;
         const int own_token = lane % 4 + lane / 16 * 4;
         Weight now[kTurn];

@@ -20,6 +20,18 @@ __device__ __forceinline__ unsigned shared_2(SharedAddress address) {
     return value;
 }
 
+__device__ __forceinline__ unsigned shared_1(SharedAddress address) {
+    unsigned value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+__device__ __forceinline__ uint2 shared_8(SharedAddress address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+    return value;
+}
+
 __device__ __forceinline__ uint4 shared_16(SharedAddress address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -135,10 +135,13 @@ struct Copy {
     unsigned char *shared;
     const unsigned char *global;
     bool valid;
+    int bytes = 16;
 };
 using SharedAddress = unsigned char *;
 inline SharedAddress shared_address(void *shared) { return static_cast<unsigned char *>(shared); }
 inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<unsigned short *>(address); }
+inline unsigned shared_1(SharedAddress address) { return *address; }
+inline uint2 shared_8(SharedAddress address) { return *reinterpret_cast<uint2 *>(address); }
 inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *>(address); }
 inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
 inline uint4 read_fresh(const void *address) { return read_now(address); }
@@ -154,15 +157,23 @@ inline void copy_once_if(bool wanted, SharedAddress shared, const unsigned char 
         copy_async(shared, global);
     }
 }
+template <int kShared, int kGlobal> void copy_once_if(int wanted, SharedAddress shared, const unsigned char *global) {
+    copy_once_if(wanted != 0, shared + kShared, global + kGlobal);
+}
+template <int kShared, int kGlobal> void copy_few_if(int wanted, SharedAddress shared, const unsigned char *global) {
+    if (wanted) {
+        groups.back().push_back({shared + kShared, global + kGlobal, true, 4});
+    }
+}
 inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
 inline void commit_copies() { groups.emplace_back(); }
 template <int pending> void wait_copies() {
     while (int(groups.size()) - 1 > pending) {
         for (const Copy &copy : groups.front()) {
-            if (copy.valid && inside(copy.global, 16)) {
-                std::memcpy(copy.shared, copy.global, 16);
+            if (copy.valid && inside(copy.global, copy.bytes)) {
+                std::memcpy(copy.shared, copy.global, copy.bytes);
             } else {
-                std::memset(copy.shared, 0, 16);
+                std::memset(copy.shared, 0, copy.bytes);
             }
         }
         groups.erase(groups.begin());

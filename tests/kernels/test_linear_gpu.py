@@ -139,6 +139,33 @@ def test_half_bands_have_the_bits_of_bands(encode, arch, encoding):
                 assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found[0], others, strict=True)), tokens
 
 
+@pytest.mark.parametrize("shape", [(32, 4480), (160, 5120), (8704, 5120)], ids=str)
+def test_slices_have_the_same_bits_for_every_token_count_and_company(encode, arch, shape):
+    if arch == PORTABLE:
+        pytest.skip("code for sm_70 has no slices")
+    rng = np.random.default_rng(11)
+    one = encode("nvfp4", matrix("heavy", (min(shape[0], 512), shape[1]), rng)).weight
+    repeats = -(-shape[0] // one.shape[0])
+    weight = on_gpu(Nvfp4Weight(*(part.repeat(repeats, 1, 1, *[1] * (part.dim() - 3))[: shape[0] // 32]
+                                  for part in (one.words, one.block_scale)), one.scale))  # fmt: skip
+    other = on_gpu(encode("nvfp4", matrix("normal", (96, shape[1]), rng)).weight)
+    plain = on_gpu(encode("fp8", matrix("normal", (64, shape[1]), rng)).weight)
+    x = activations("normal", shape[1], rng)
+    whole, beside = linears(x, [weight, other])
+    gates = swiglu(x, weight, weight)
+    with using(Choice(slices=False)):
+        torch.testing.assert_close(linear(x, weight), whole, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(swiglu(x, weight, weight), gates, rtol=2e-3, atol=1e-3)
+    for tokens in TOKENS:
+        own, stream = x[:tokens].clone(), torch.ones(tokens, shape[0], device="cuda")
+        linear(own, weight, stream, residual=stream)
+        assert torch.equal(bits(stream), bits(whole[:tokens] + 1.0)), tokens
+        found = linears(own, [other, plain, weight])
+        assert torch.equal(bits(found[0]), bits(beside[:tokens])) and torch.equal(bits(found[2]), bits(whole[:tokens]))
+        assert torch.equal(bits(found[1]), bits(linear(own, plain)))
+        assert torch.equal(bits(swiglu(own, weight, weight)), bits(gates[:tokens])), tokens
+
+
 @pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
 def test_swiglu(encode, encoding):
     rng = np.random.default_rng(4)

@@ -142,6 +142,7 @@ def test_default_rings_fit_every_card_that_has_them():
         (Choice(), "plain"),
         (Choice(rows=16, blocks_a_sm=2), "plain"),  # these change no bit
         (Choice(wide_up_to=256), "wide:49-256"),
+        (Choice(slices=False), "plain,bands"),
         (Choice(wide_from=25, wide_up_to=96, overlap_dequantising=True), "wide:25-96,beside"),
     ],
 )
