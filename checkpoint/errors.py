@@ -25,7 +25,12 @@ class InputError(DuovoltError):
 
 def without_effect(option: str, why: str) -> InputError:
     """The one message for an option that somebody stated and nothing would read. `option`: as it is written."""
-    return InputError(f"{option} has no effect here: {why}. Leave it out, or change what stands in its way.")
+    return InputError(f"{no_effect(option, why)}. Leave it out, or change what stands in its way.")
+
+
+def no_effect(option: str, why: str) -> str:
+    """The same without advice, for what stands where many runs read it: a file, a variable."""
+    return f"{option} has no effect here: {why}"
 
 
 class EnvironmentFault(DuovoltError):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.directory import require_report_place
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import InputError, without_effect
 from .numbers import cards, decimal, numbers_of, whole
-from .reads import ALWAYS, Condition, Reads, given, valued, without
+from .reads import ALWAYS, Condition, Reads, given, spelled, valued, without
 
 EXAMPLE = """examples:
   duovolt bench engine
@@ -30,7 +30,9 @@ kernels' times come from a profiled pass of its own."""
 
 _TWO_CARDS = Condition("with two --devices", lambda args: "," in args.devices)
 _ONE_CARD = Condition("with one of --devices", lambda args: "," not in args.devices)
-_TWO_RANKS = Condition("with two ranks", lambda args: "," in args.devices or args.tp == 2 or args.dir)
+_TWO_RANKS = Condition(  # how many --dir is of, `_check` sees
+    "with two ranks", lambda args: "," in args.devices or args.tp == 2 or args.dir
+)
 _ON_CARD = Condition("on cards", lambda args: args.devices != "cpu")
 _SUITING = Condition("with one of --devices (two have 2)", lambda args: "," not in args.devices or args.tp == 2)
 READS = Reads(
@@ -46,6 +48,7 @@ READS = Reads(
         valued("graphs", "off"): "graphs",  # as it is without a card
     },
     judged="twin",
+    contrary={_TWO_CARDS: "tp"},
 )
 
 
@@ -400,7 +403,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.dir is None:
         _configured(args)
     else:
-        sheet_at(str(_directory(args, 0)), None, None)
+        if sheet_at(str(_directory(args, 0)), None, None).tp == 1:
+            for name in (
+                name for name, idle in (("head_split", "off"), ("collective_us", 0)) if getattr(args, name) != idle
+            ):
+                raise without_effect(
+                    spelled(name), f"{args.dir} is one rank, which has the whole head and exchanges nothing"
+                )
 
 
 def _directory(args: argparse.Namespace, rank: int) -> Path:

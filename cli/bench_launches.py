@@ -46,6 +46,7 @@ READS = Reads(
         _MEASURING & _SUITING: "tp",
     },
     judged="twin",
+    contrary={_TWO_CARDS: "tp"},
 )
 
 
@@ -146,6 +147,9 @@ def _measure(args: argparse.Namespace, rank: int) -> int:
     if pair is not None:
         launches, edges = pair.slower(launches), pair.lesser(edges)
         pair.close()
+    if not replay < 1:  # as a file may hold it
+        found.refused.append(f"between rounds: {replay:.1f} s, which no driver takes")
+        replay = 0.0
     labels = [f"{one.label}, {one.tp} ranks" for one in models]
     times = LaunchTimes(machine, labels, launches, found.chains, replay, edges=edges, refused=found.refused)
     if not args.quiet:

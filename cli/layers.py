@@ -49,6 +49,14 @@ class Option:
         return PREFIX + self.field.upper()
 
 
+@dataclass(frozen=True)
+class Stated:
+    """A value and where it stands: a variable's name, or a file and its key; empty for the command line."""
+
+    value: Any
+    place: str = ""
+
+
 def truth(text: str) -> bool:
     """A switch written out. Raises ArgumentTypeError."""
     if text.lower() not in _TRUTHS:
@@ -75,18 +83,23 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
     )
 
 
-def settle(args: argparse.Namespace, options: Sequence[Option]) -> dict[str, Any]:
-    """Field -> value for every option that some layer gives.
+def settle(args: argparse.Namespace, options: Sequence[Option]) -> dict[str, Stated]:
+    """Field -> value, and its place, for every option that some layer gives.
 
     Raises InputError for unknown names, with the nearest known one, and for values that an option does not take.
     """
     given = {option.field: getattr(args, option.field, None) for option in options}
-    given = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items() if value is not None
+    stated = {
+        name: Stated(tuple(value) if isinstance(value, list) else value)
+        for name, value in given.items()
+        if value is not None
     }
-    variables = _environment(options)
+    variables = {name: Stated(value, PREFIX + name.upper()) for name, value in _environment(options).items()}
     path = args.config or (Path(text) if (text := os.environ.get(f"{PREFIX}CONFIG")) else None)
-    return (_file(path, options) if path is not None else {}) | variables | given
+    filed = _file(path, options) if path is not None else {}
+    return (
+        {name: Stated(value, f"{path}: {name.replace('_', '-')}") for name, value in filed.items()} | variables | stated
+    )
 
 
 def _environment(options: Sequence[Option]) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
                     setattr(args, action.dest, action.default)
         for parser in ran:
             if parser.reads is not None and not parser.reads.layered:
-                parser.reads.refuse_unread(args, stated)
+                own = {one.dest: defaults[one] for one in parser._actions if one in defaults}
+                parser.reads.refuse_unread(args, stated, own)
         return args
 
 

@@ -242,8 +242,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         cases = _cases(args)
         if all(case.sheet.tp == 1 for case in cases):
-            for option in (name for name in ("link", "head") if getattr(args, name) is not None):
-                raise without_effect(f"--{option}", "one rank has the whole head and exchanges nothing")
+            for option, idle in (("link", "none"), ("head", "split")):
+                if getattr(args, option) not in (None, idle):
+                    raise without_effect(f"--{option}", "one rank has the whole head and exchanges nothing")
         cases = [_linked(case, card, args.link) for case in cases]
         found = [case.forecast(card) for case in cases]
     written = msgspec.json.format(msgspec.json.encode(record(found)), indent=1) + b"\n"

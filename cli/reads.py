@@ -3,28 +3,39 @@
     READS = Reads({ALWAYS: "source json", given("url"): "model api_key_file", without("url"): "words"})
 
 says that --model is read only with --url. An option may stand under several conditions: it is read if one of them holds.
-A test walks all commands, so that no option is left out.
+At its default, or at a value that asks for nothing (`NEUTRAL`), it may stand anywhere. A test walks all commands, so that
+no option is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.errors import without_effect
 
+# What these switch off or leave open is so in a run that has no use for it.
+NEUTRAL = (None, False, 0, "off", "none", "auto")
+
 
 @dataclass(frozen=True)
 class Condition:
-    """Of the other arguments: `text` completes "it is read only ..."; `holds` judges them."""
+    """Of the other arguments: `text` completes "it is read only ..."; `holds` judges them. `parts`: of one that was joined."""
 
     text: str
     holds: Callable[[argparse.Namespace], bool]
+    parts: tuple[Condition, ...] = ()
 
     def __and__(self, other: Condition) -> Condition:
-        return Condition(f"{self.text} and {other.text}", lambda args: self.holds(args) and other.holds(args))
+        parts = (*(self.parts or (self,)), *(other.parts or (other,)))
+        text = " and ".join(part.text for part in parts)
+        return Condition(text, lambda args: self.holds(args) and other.holds(args), parts)
+
+    def missing(self, args: argparse.Namespace) -> str:
+        """`text` of the parts that do not hold."""
+        return " and ".join(part.text for part in self.parts or (self,) if not part.holds(args))
 
 
 ALWAYS = Condition("", lambda args: True)
@@ -33,6 +44,13 @@ ALWAYS = Condition("", lambda args: True)
 def spelled(name: str) -> str:
     """`draft_head` as it is written: --draft-head."""
     return "--" + name.replace("_", "-")
+
+
+def asks_for_nothing(value: Any, default: Any) -> bool:
+    """Whether a run without a use for the option does as it says."""
+    if value == default or value in NEUTRAL:
+        return True
+    return isinstance(value, list | tuple) and all(asks_for_nothing(one, None) for one in value)
 
 
 def given(name: str, text: str = "") -> Condition:
@@ -58,10 +76,19 @@ class Reads:
 
     `layered`: the command judges for itself, when it has put together what other places than the command line say.
     `judged`: an argument of a run whose words are all those of another, which have been judged there.
+    `contrary`: condition -> options of which such a run has another value than their default, which asks for something then.
     """
 
-    def __init__(self, table: Mapping[Condition, str], *, layered: bool = False, judged: str | None = None) -> None:
+    def __init__(
+        self,
+        table: Mapping[Condition, str],
+        *,
+        layered: bool = False,
+        judged: str | None = None,
+        contrary: Mapping[Condition, str] | None = None,
+    ) -> None:
         self.layered = layered
+        self._contrary = contrary or {}
         self._judged = judged
         self._conditions: dict[str, list[Condition]] = {}
         for condition, names in table.items():
@@ -72,12 +99,22 @@ class Reads:
     def names(self) -> frozenset[str]:
         return frozenset(self._conditions)
 
-    def refuse_unread(self, args: argparse.Namespace, stated: Iterable[str]) -> None:
-        """Raises InputError for the first of the options `stated` that `args` give no use for."""
+    def unread(
+        self, args: argparse.Namespace, stated: Iterable[str], defaults: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str]]:
+        """(name, why) of the options `stated` that ask for something and that `args` give no use for."""
         if self._judged is not None and getattr(args, self._judged):
             return
         for name in stated:
             conditions = self._conditions.get(name, [ALWAYS])
-            if not any(condition.holds(args) for condition in conditions):
-                needed = ", or ".join(dict.fromkeys(condition.text for condition in conditions))
-                raise without_effect(spelled(name), f"it is read only {needed}")
+            if any(condition.holds(args) for condition in conditions):
+                continue
+            contrary = any(name in names.split() and one.holds(args) for one, names in self._contrary.items())
+            if contrary or not asks_for_nothing(getattr(args, name), defaults.get(name)):
+                needed = ", or ".join(dict.fromkeys(condition.missing(args) for condition in conditions))
+                yield name, f"it is read only {needed}"
+
+    def refuse_unread(self, args: argparse.Namespace, stated: Iterable[str], defaults: Mapping[str, Any]) -> None:
+        """Raises InputError for the first of them."""
+        for name, why in self.unread(args, stated, defaults):
+            raise without_effect(spelled(name), why)

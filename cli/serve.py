@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import InputError, no_effect, without_effect
 from .layers import Option, add_options, settle, truth
 from .numbers import cards, memory, positions, seconds, whole_from
-from .reads import ALWAYS, Condition, Reads, given, valued
+from .reads import ALWAYS, Condition, Reads, given, spelled, valued
 
 if TYPE_CHECKING:
     from ..runtime.proxy.options import ServeOptions
@@ -173,14 +175,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> ServeOptions:
-    """What all layers together say. Raises InputError as `settle`, and for what would have no effect."""
+    """What all layers together say, less what would have no effect and stands elsewhere than on the command line: a line each.
+
+    Raises InputError as `settle`, and for an option of the command line that would have none.
+    """
     from ..runtime.proxy.options import ServeOptions
 
     stated = settle(args, [*server_options(), Option("ranks", Path, "", metavar="a folder", place=True)])
     if "ranks" not in stated:
         raise InputError("RANKS is missing: name the folder of ranks, or set ranks in --config FILE or DUOVOLT_RANKS.")
-    options = ServeOptions(**stated, quiet=args.quiet)
-    READS.refuse_unread(argparse.Namespace(**vars(options)), stated)
+    places = {name: one.place for name, one in stated.items() if one.place}
+    options = ServeOptions(**{name: one.value for name, one in stated.items()}, quiet=args.quiet, places=places)
+    defaults = {one.name: one.default for one in fields(ServeOptions) if one.default is not MISSING}
+    for name, why in READS.unread(argparse.Namespace(**vars(options)), stated, defaults):
+        if name not in places:
+            raise without_effect(spelled(name), why)
+        options = replace(options, **{name: defaults[name]})
+        if not args.quiet:
+            print(f"duovolt serve: {no_effect(places[name], why)}.", file=sys.stderr, flush=True)
     return options
 
 

@@ -118,7 +118,8 @@ def node_cost(device: torch.device, repeats: int = REPEATS) -> Timing:
     if short.dry or long.dry:
         return Timing(math.nan, math.nan, dry=True)
     nodes = _NODES[1] - _NODES[0]
-    return Timing((long.seconds * _NODES[1] - short.seconds * _NODES[0]) / nodes, max(short.spread, long.spread))
+    seconds = (long.seconds * _NODES[1] - short.seconds * _NODES[0]) / nodes
+    return Timing(max(0.0, seconds), max(short.spread, long.spread))  # a disturbed clock may tell less than nothing
 
 
 def start_cost(device: torch.device, node_seconds: float, repeats: int = REPEATS) -> float:

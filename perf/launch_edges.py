@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..kernels.module import overlapping
 from .device_timing import Together
 from .kernels import copies_of
-from .launch_file import BEHIND, Edge
+from .launch_file import BEHIND, Edge, unless_impossible
 from .launch_record import Call
 
 Window = tuple[Call, ...]
@@ -49,7 +50,7 @@ class _Seen:
 class Edges:
     """Edges as they are found. `pool`: bytes that a graph goes through at least, `most`: of copies; `warm`: calls of a graph
     that find all they read in the second-level cache in a round too. `alone`: seconds of a call by itself, None if they are
-    not known; a window that takes less in turn than its calls by themselves has no edge, and a line in `refused`.
+    not known; a window that takes less in turn than its calls by themselves, or saves more, has no edge, and a line in `refused`.
 
     Ranks of two must ask for the same windows in the same order: a window that holds an exchange takes both.
     """
@@ -74,7 +75,13 @@ class Edges:
                 before = self._measured(window[:-1]).saved if len(window) > 2 else 0.0
                 if math.isnan(saved := whole.saved - before):
                     continue
-                edge = Edge(window[-1].key, _after(window), saved, bytes_of(window), whole.in_turn)
+                edge = unless_impossible(
+                    partial(Edge, window[-1].key, _after(window), saved, bytes_of(window), whole.in_turn),
+                    f"{_names(window)}: in turn {whole.in_turn * 1e6:.1f} us, saved {saved * 1e6:.1f}",
+                    self.refused,
+                )
+                if edge is None:
+                    continue
                 self.found.append(edge)
             total += edge.saved
         return total
@@ -108,8 +115,7 @@ class Edges:
         total = sum(one or 0.0 for one in alone)
         if not all(alone) or not in_turn < LEAST * total:  # NaN has no edge anyway
             return False
-        names = " > ".join(call.key for call in window)
-        self.refused.append(f"{names}: in turn {in_turn * 1e6:.1f} us, one by one {total * 1e6:.1f}")
+        self.refused.append(f"{_names(window)}: in turn {in_turn * 1e6:.1f} us, one by one {total * 1e6:.1f}")
         return True
 
     def _rows(self, window: Window) -> list[list[Call]]:
@@ -123,6 +129,10 @@ class Edges:
             made: dict[int, object] = {}
             rows.append([call.copied(made) for call in window])
         return rows
+
+
+def _names(window: Window) -> str:
+    return " > ".join(call.key for call in window)
 
 
 def _after(window: Window) -> list[str]:

@@ -1,8 +1,9 @@
 """Times of a model's own launches, each measured alone on a card: what `bench launches` writes and `predict` adds up."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +15,7 @@ from .machine import Machine
 FORMAT = "duovolt-launches-1"
 BEHIND = 2  # predecessors of an edge: a norm lets the product behind it begin while the one before the norm still runs
 LEAST = 0.97  # of the sum of their times alone: what launches in turn take at least, which drain and fill between one another
+Made = TypeVar("Made")
 _MOST_SECONDS = 60.0  # of a few layers, on the slowest host
 
 
@@ -128,6 +130,18 @@ class LaunchTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def encode(self) -> bytes:
         """The file's content."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def unless_impossible(make: Callable[[], Made], what: str, refused: list[str]) -> Made | None:
+    """What was measured, or None and a line in `refused`, once, for numbers that no file may hold: one disturbed clock must
+    not cost a run all it has measured.
+    """
+    try:
+        return make()
+    except ValueError as error:
+        if (line := f"{what}: {error}") not in refused:
+            refused.append(line)
+        return None
 
 
 def by_key(files: Iterable[LaunchTimes]) -> dict[str, list[tuple[float, float]]]:

@@ -23,7 +23,7 @@ from .device_timing import REPEATS, Timing, Together, time_queued
 from .engine import Alone, Bench
 from .kernels import copies_of
 from .launch_edges import Edges, Placed, windows
-from .launch_file import BEHIND, Chain, Edge, LaunchTime
+from .launch_file import BEHIND, Chain, Edge, LaunchTime, unless_impossible
 from .launch_record import Call, Recorder, staging_call
 from .launch_state import RoundState
 from .model_source import Described
@@ -216,7 +216,7 @@ def measure_subject(
         mine = [call for call in calls if exchanging or not call.is_exchange]
         for call in sorted(mine, key=lambda one: ORDER.index(one.op) if one.op in ORDER else -1):
             if found.of(call) is None:
-                one = _alone(call, subject, together)
+                one = _alone(call, subject, together, found.refused)
                 found.launches.append(one)
                 tell(one)
                 _release(subject.device)
@@ -242,7 +242,7 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _alone(call: Call, subject: Subject, together: Together | None) -> LaunchTime:
+def _alone(call: Call, subject: Subject, together: Together | None, refused: list[str]) -> LaunchTime:
     amounts = subject.amounts
     calls: list[Callable[[], object]]
     if call.is_exchange:
@@ -258,7 +258,12 @@ def _alone(call: Call, subject: Subject, together: Together | None) -> LaunchTim
     parts = 2 if call.op == "elementwise" else 1
     if timing.dry:
         return LaunchTime(call.key, call.nbytes, 0.0, why="the queue ran dry: the host is too busy")
-    return LaunchTime(call.key, call.nbytes, timing.seconds / len(calls) / parts, timing.spread)
+    seconds = timing.seconds / len(calls) / parts
+    return unless_impossible(
+        lambda: LaunchTime(call.key, call.nbytes, seconds, timing.spread),
+        f"{call.key}: {seconds * 1e6:.1f} us",
+        refused,
+    ) or LaunchTime(call.key, call.nbytes, 0.0, why="an impossible time: the clock was disturbed")
 
 
 def layers_of(calls: Sequence[Call]) -> list[Call]:
@@ -296,9 +301,14 @@ def _chain(subject: Subject, calls: Sequence[Call], found: Found, edges: Edges) 
         return None
     seconds = [timing.seconds / count for timing in timings]
     model, wanted = subject.model, subject.wanted
-    return Chain(
-        model.label, model.tp, len(inside), seconds[0], sum(alone), wanted.lanes, wanted.drafts,
-        overlapped=seconds[1] if overlap else 0.0, saved=saved, begin=timings[0].begin,
+    return unless_impossible(
+        lambda: Chain(
+            model.label, model.tp, len(inside), seconds[0], sum(alone), wanted.lanes, wanted.drafts,
+            overlapped=seconds[1] if overlap else 0.0, saved=saved, begin=timings[0].begin,
+        ),
+        f"{model.label}, {model.tp} ranks, {wanted.lanes} lanes: {len(inside)} calls in a row {seconds[0] * 1e6:.1f} us, "
+        f"one by one {sum(alone) * 1e6:.1f}, saved {saved * 1e6:.1f}",
+        found.refused,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 FOR_CARDS = ("kv", "attention", "head_split", "graphs", "delta", "draft_window", "collective")
@@ -16,7 +17,8 @@ class ServeOptions:
     None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no
     prefixes. `drafts` None: 3 where the model has an MTP layer, else none. `prefill_chunk` None: 2048 tokens for one lane on
     cards, else 512.
-    `log_requests` of "-" is standard output.
+    `log_requests` of "-" is standard output. `places`: field -> where it stands, for those that stand elsewhere than on the
+    command line.
     """
 
     ranks: Path
@@ -51,12 +53,17 @@ class ServeOptions:
     drain_seconds: float = 10.0
     watchdog_seconds: float = 180.0
     quiet: bool = False
+    places: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def asked_of_cards(self) -> list[str]:
         """Options that only the CUDA engine reads, where they are not the default, as they were written."""
         return [
-            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
-            for field in fields(self)
-            if field.name in FOR_CARDS and getattr(self, field.name) != field.default
+            f"{self.written(one.name)} {getattr(self, one.name)}"
+            for one in fields(self)
+            if one.name in FOR_CARDS and getattr(self, one.name) != one.default
         ]
+
+    def written(self, name: str) -> str:
+        """An option as the one who set it knows it: with the place, unless that is the command line."""
+        return self.places.get(name) or f"--{name.replace('_', '-')}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
 from ...checkpoint.directory import read_json
-from ...checkpoint.errors import EnvironmentFault, InputError, without_effect
+from ...checkpoint.errors import EnvironmentFault, InputError, no_effect, without_effect
 from ...checkpoint.manifest import has_manifest, read_manifest
 from ...model.config import ModelConfig
 from ..parallel.choice import Choice, Wish, choose
@@ -38,6 +38,7 @@ class ServePlan:
     cards   what was settled for the CUDA backend; None for the others
     way     what was chosen between two cards
     notice  why `auto` did not take the cards of this machine
+    unread  what a file or a variable says and this server has no use for, and why; `options` have the defaults in its place
     """
 
     options: ServeOptions
@@ -54,6 +55,7 @@ class ServePlan:
     cards: Settled | None = None
     way: Choice | None = None
     notice: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -85,6 +87,7 @@ def make_plan(options: ServeOptions) -> ServePlan:
     """Raises InputError or EnvironmentFault with one message if the server could not work."""
     check_origins(options.cors_origin)
     check_tls(options.tls_cert, options.tls_key)
+    unread: list[str] = []
     backend = choose_backend(options.backend)
     scripted = backend.script is not None
     directories = [path.resolve() for path in find_ranks(options.ranks, scripted)]  # a link may be turned meanwhile
@@ -101,7 +104,8 @@ def make_plan(options: ServeOptions) -> ServePlan:
     drafts = DRAFTS if options.drafts is None else options.drafts
     if not scripted and options.drafts_from is None and (config is None or not config.mtp_layers):
         if options.drafts:
-            raise without_effect("--drafts", f"the model of {options.ranks} has no MTP layer, which is what drafts")
+            why = f"the model of {options.ranks} has no MTP layer, which is what drafts"
+            options = _unread(options, "drafts", why, unread, 0)
         drafts = 0
     tokenizer = TextTokenizer(directories[0])
     if config is not None and tokenizer.size > config.text.vocab_size:
@@ -111,11 +115,12 @@ def make_plan(options: ServeOptions) -> ServePlan:
         )
     if options.drafts_from is not None:
         _check_drafts(options.drafts_from, tokenizer)
-    _check_read(options, len(directories))
+    if len(directories) == 1:
+        options = _of_one_rank(options, unread)
     template, keys = ChatTemplate(directories[0], tokenizer), KeyRing(read_keys(options.api_key_file))
     pictures = PictureReader.of(directories[0], config, tokenizer, options.allow_image_urls)
     if options.allow_image_urls and pictures is None:
-        raise without_effect("--allow-image-urls", f"the model of {options.ranks} reads no pictures")
+        options = _unread(options, "allow_image_urls", f"the model of {options.ranks} reads no pictures", unread, False)
     backend, cards, notice = _settle(backend, options, directories, drafts)
     return ServePlan(
         options,
@@ -132,15 +137,29 @@ def make_plan(options: ServeOptions) -> ServePlan:
         cards,
         choose(cast(Wish, options.collective), cards.uuids) if cards is not None and len(cards.uuids) == 2 else None,
         notice,
+        tuple(unread),
     )
 
 
-def _check_read(options: ServeOptions, ranks: int) -> None:
-    """Raises InputError for what one rank has no use for: it has the whole head, and nobody to exchange with."""
-    if ranks == 1 and options.collective != "auto":
-        raise without_effect("--collective", f"{options.ranks} is one rank, which exchanges nothing")
-    if ranks == 1 and options.head_split == "on":
-        raise without_effect("--head-split", f"{options.ranks} is one rank, which has the whole head")
+def _of_one_rank(options: ServeOptions, unread: list[str]) -> ServeOptions:
+    """Without what one rank has no use for: it has the whole head, and nobody to exchange with."""
+    if options.collective != "auto":
+        why = f"{options.ranks} is one rank, which exchanges nothing"
+        options = _unread(options, "collective", why, unread, "auto")
+    if options.head_split == "on":
+        options = _unread(
+            options, "head_split", f"{options.ranks} is one rank, which has the whole head", unread, "off"
+        )
+    return options
+
+
+def _unread(options: ServeOptions, name: str, why: str, unread: list[str], instead: str | int) -> ServeOptions:
+    """With `instead` for an option without effect, and a line in `unread`. Raises InputError if it is the command line's."""
+    if name not in options.places:
+        raise without_effect(options.written(name), why)
+    unread.append(f"{no_effect(options.written(name), why)}.")
+    changed: dict[str, Any] = {name: instead}
+    return replace(options, **changed)
 
 
 def _settle(

@@ -69,7 +69,9 @@ def serve(options: ServeOptions) -> int:
 
 def _tell_plan(plan: ServePlan) -> None:
     """Before anything is loaded: the cards and their memory, part by part; or why there are none."""
-    lines = [f"backend auto: reference, because: {plan.notice}"] if plan.notice else []
+    lines = list(plan.unread)
+    if plan.notice:
+        lines.append(f"backend auto: reference, because: {plan.notice}")
     if plan.cards is None and (unread := plan.options.asked_of_cards):
         lines.append(f"{', '.join(unread)}: for cards; the {plan.backend.name} backend does not read it.")
     if plan.cards is not None:

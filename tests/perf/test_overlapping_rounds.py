@@ -313,6 +313,22 @@ def test_edges_of_a_busy_host_are_left_out() -> None:
     assert edges.saved(windows(calls)) == 0 and edges.found == []
 
 
+def test_an_edge_that_saves_more_than_all_takes_is_a_line_and_the_others_stay() -> None:
+    """A window that was disturbed: begun early it seems to take less than no time."""
+    calls = [Call("x", f"linear {name}", 0.0, lambda: None, (), {}) for name in "abc"]
+
+    def disturbed(placed: Sequence[Placed], together: Any) -> float:
+        last, early = placed[-1], any(one.early for one in placed)
+        return -5e-5 if early and last.call.key == "linear c" else (8e-6 if early else 1e-5) * len(placed)
+
+    edges = Edges(disturbed, 1, 1, 2)
+    for _ in range(2):  # asked again, as a chain does, it says so once
+        assert edges.saved(windows(calls)) > 0
+    assert [edge.key for edge in edges.found] == ["linear b"]
+    (line,) = edges.refused
+    assert line.startswith("linear a > linear b > linear c: in turn ") and "saves no more than" in line
+
+
 def test_from_a_measurement_to_a_card_file_to_a_forecast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

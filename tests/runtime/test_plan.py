@@ -16,6 +16,7 @@ from duovolt.perf.shapes import configuration
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import ServePlan, make_plan
 from duovolt.runtime.proxy.sampling import SamplingDefaults
+from duovolt.runtime.proxy.server import _tell_plan
 
 from .stub_model import ids, make_ranks, write_script
 
@@ -194,6 +195,9 @@ def test_options_that_only_cards_read_are_known(tmp_path: Path) -> None:
     chosen = {"kv": "fp16", "attention": "plain", "head_split": "on", "graphs": "off", "draft_window": 512}
     asked = ServeOptions(ranks=tmp_path, **chosen).asked_of_cards  # type: ignore[arg-type]
     assert asked == ["--kv fp16", "--attention plain", "--head-split on", "--graphs off", "--draft-window 512"]
+    places = {"kv": "DUOVOLT_KV", "draft_window": "c.toml: draft-window"}
+    asked = ServeOptions(ranks=tmp_path, places=places, **chosen).asked_of_cards  # type: ignore[arg-type]
+    assert (asked[0], asked[1], asked[-1]) == ("DUOVOLT_KV fp16", "--attention plain", "c.toml: draft-window 512")
 
 
 def test_drafts_of_a_model_that_has_nothing_to_draft_with(tmp_path: Path) -> None:
@@ -210,12 +214,24 @@ def test_drafts_of_a_model_that_has_nothing_to_draft_with(tmp_path: Path) -> Non
     for stated, words in (({"collective": "host"}, "is one rank"), ({"head_split": "on"}, "is one rank")):
         with pytest.raises(InputError, match=f"has no effect here: .* {words}"):
             make_plan(replace(options, **stated))
+    idle = {"drafts": 2, "collective": "host", "head_split": "on"}
+    plan = make_plan(replace(options, **idle, places={name: f"c.toml: {name}" for name in idle}))
+    assert (plan.drafts, plan.options.collective, plan.options.head_split) == (0, "auto", "off")
+    assert [line.split(" has no effect here: ")[0] for line in plan.unread] == [f"c.toml: {name}" for name in idle]
 
 
-def test_pictures_by_url_for_a_model_that_reads_none(tmp_path: Path) -> None:
+def test_pictures_by_url_for_a_model_that_reads_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configuration("narrow", 4) | {"vision_config": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--config", str(tmp_path / "config.json"), "--stage", "ranks", "--tp", "1", "--quiet"]
     assert main(["synth", str(tmp_path / "ranks"), *words]) == 0
     with pytest.raises(InputError, match=r"--allow-image-urls has no effect here: .* reads no pictures"):
         make_plan(ServeOptions(ranks=tmp_path / "ranks", backend="reference", allow_image_urls=True))
+    elsewhere = {"allow_image_urls": "DUOVOLT_ALLOW_IMAGE_URLS"}
+    options = ServeOptions(
+        ranks=tmp_path / "ranks", backend="reference", allow_image_urls=True, places=elsewhere, quiet=False
+    )
+    plan = make_plan(options)
+    assert plan.pictures is None and not plan.options.allow_image_urls
+    _tell_plan(plan)
+    assert "duovolt serve: DUOVOLT_ALLOW_IMAGE_URLS has no effect here: the model of" in capsys.readouterr().err
