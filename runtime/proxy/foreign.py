@@ -13,7 +13,16 @@ from typing import Any
 import msgspec
 
 from .errors import bad_request
-from .schema import Body, ChatBody, CompletionBody, CountTokensBody, MessagesBody, ResponsesBody, TokenizeBody
+from .schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    CountTokensBody,
+    MessagesBody,
+    ResponsesBody,
+    TokenizeBody,
+    decode_json,
+)
 
 # For the bill, for tracing, for caches and stores that others keep, or what is always so here.
 HARMLESS = frozenset(
@@ -141,11 +150,11 @@ def refuse_unheeded(raw: bytes, body: Body) -> None:
     if rules is None:
         return
     granted = _LEAST if getattr(body, "ignore_eos", None) else ()  # an answer that no end of text ends is long enough
-    for name, text in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+    for name, text in decode_json(raw, dict[str, msgspec.Raw]).items():
         if name not in rules or name in granted:
             continue
         advice, usual = rules[name]
-        value = msgspec.json.decode(text)
+        value = decode_json(text, Any, name)
         if not _asks_nothing(name, value, usual):
             raise bad_request(f"{name} is not honoured here: {advice}, or leave it out", name)
 
