@@ -83,6 +83,8 @@ class ChatBody(SamplingBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from duovolt.runtime.proxy.foreign import REFUSED
+from duovolt.runtime.proxy.foreign_fields import REFUSED
 
 from .local_api import LocalApi
 from .stub_model import blocks, make_ranks, write_script
