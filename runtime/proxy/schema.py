@@ -83,6 +83,8 @@ class ChatBody(SamplingBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -190,13 +192,24 @@ class AbortBody(Body, kw_only=True):
 
 def decode_body(raw: bytes, kind: type[B]) -> B:
     """The body as `kind`. Raises ApiError (400) naming the parameter at fault."""
+    body: B = decode_json(raw, kind)
+    return body
+
+
+def decode_json(raw: bytes | msgspec.Raw, kind: Any, name: str = "") -> Any:
+    """What `raw`, a body or the field `name` of one, holds, as `kind`.
+
+    Raises ApiError (400), also for what no type can hold (1e999, an integer of thousands of digits) and for text that is
+    not UTF-8: a body's decoder only skips the fields that its type lacks, so these are found when they are read.
+    """
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         match = _PATH.match(str(error))
         assert match is not None
-        param = re.split(r"[.\[]", match[2])[0] if match[2] else None
-        where = f"{match[2]}: " if match[2] else ""
-        raise bad_request(f"{where}{match[1]}", param) from error
+        path = match[2] or name
+        param = re.split(r"[.\[]", path)[0] if path else None
+        raise bad_request(f"{path}: {match[1]}" if path else match[1], param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from error
+        what = name or "the body"
+        raise bad_request(f"{what} is not valid JSON: {error}", name or None) from error

@@ -114,6 +114,26 @@ def test_other_lengths_places_and_observers_are_read_as_written(tools, encoded):
     assert model._kept is not None and model._kept.slots.shape[0] == CHUNK
 
 
+def test_a_capture_that_fails_costs_the_capture_alone(tools, encoded, capsys):
+    """The chunk at hand is read as written, and so are those that follow, without the memory that graphs would have kept."""
+
+    class Failing(Written):
+        def run_parts(self, key: Hashable, work: Callable[[Outside], None], *, known: bool = False) -> None:
+            super().run_parts(key, work, known=known)
+            if len(self.ran) == 2:
+                self.parts_fault = "no memory is left"
+
+    weights, runs, graphs = encoded.cuda(), [], Failing()
+    for failing in (False, True):
+        engine = cuda_engine(weights, drafts=2, prefill_chunk=CHUNK, max_context=320)
+        if failing:
+            engine.executor.model.capture_chunks(CHUNK, graphs)
+        runs.append(tools.drive(engine, *asked(tools)[:2]))
+    assert runs[0].tokens == runs[1].tokens and scores(runs[0]) == scores(runs[1])
+    assert len(graphs.ran) == 2 and not engine.executor.model.captures_chunks
+    assert capsys.readouterr().err.count("prompts' chunks are not captured: no memory is left") == 1
+
+
 @pytest.mark.parametrize("place", [pytest.param("native", marks=needs_gpu), pytest.param("portable", marks=needs_gpu)])
 @pytest.mark.parametrize("warm", [True, False])
 def test_on_a_card_captured_chunks_have_the_bits_of_those_that_are_not(tools, encoded, place, warm):

@@ -203,12 +203,40 @@ def test_thinking_is_switched_by_template_variables(api: LocalApi) -> None:
     for off in (
         {"enable_thinking": False},
         {"reasoning_effort": "none"},
+        {"reasoning": {"effort": "none"}},
+        {"reasoning": {"enabled": False}},
+        {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "disabled"}, "enable_thinking": False, "reasoning": {"enabled": False, "effort": None}},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ):
         _, body = say(api, "Hello", **off)
         assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
-    _, body = say(api, "Hello")
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "", "reasoning_content": "Hello"}
+    on = {"chat_template_kwargs": {"enable_thinking": False}}
+    for more in (
+        {},
+        {"reasoning": {"effort": "high", "summary": "auto", "exclude": False}},
+        {"thinking": {"type": "adaptive"}},
+        on | {"thinking": {"type": "enabled", "budget_tokens": 100}},
+        on | {"reasoning": {"enabled": True}},
+    ):
+        _, body = say(api, "Hello", **more)
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": "", "reasoning_content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"thinking": {"type": "off"}}, "thinking", "thinking.type: 'off' is not one of"),
+        ({"reasoning": {"effort": 3}}, "reasoning", "reasoning.effort: expected a text"),
+        ({"reasoning": {"enabled": "no"}}, "reasoning", "reasoning.enabled: expected true or false"),
+        ({"reasoning": {"exclude": True}}, "reasoning", "reasoning.exclude is not honoured here"),
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking", "say different things"),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning", "say different things"),
+    ],
+)
+def test_thinking_that_is_not_clear_is_refused(api: LocalApi, fields: dict[str, Any], param: str, told: str) -> None:
+    status, body = say(api, "Hello", **fields)
+    assert (status, body["error"]["param"]) == (400, param) and told in body["error"]["message"]
 
 
 def test_characters_cut_over_tokens_arrive_whole(api: LocalApi) -> None:

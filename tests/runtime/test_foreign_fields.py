@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from openai.types.responses import response_create_params
 
 from duovolt.runtime.messages import GenerateRequest
 from duovolt.runtime.proxy.errors import ApiError
-from duovolt.runtime.proxy.foreign import HARMLESS, REFUSED, refuse_unheeded
+from duovolt.runtime.proxy.foreign import RULES, refuse_unheeded
+from duovolt.runtime.proxy.foreign_fields import EMPTY_ASKS, HARMLESS, LENGTHS, REFUSED
 from duovolt.runtime.proxy.schema import (
     Body,
     ChatBody,
@@ -127,8 +129,10 @@ def test_what_another_api_knows_is_refused_where_it_is_unknown() -> None:
 @pytest.mark.parametrize("kind", LEAST)
 def test_what_asks_for_nothing_is_no_reason_to_refuse(kind: type[Body]) -> None:
     """Clients send whole forms: null, empty values, and the values that mean the usual thing."""
-    for name, (_, usual) in REFUSED.items():
-        for value in (None, "", [], {}, *usual):
+    for name, rule in REFUSED.items():
+        for value in (None, "", [], {}, *RULES[kind].get(name, rule).usual):
+            if value == {} and name in EMPTY_ASKS:
+                continue
             assert check(kind, **{name: value}) is None, (name, value)
     for name, value in (
         ("best_of", 1),
@@ -160,6 +164,73 @@ def test_both_names_of_a_length_may_be_sent_if_they_agree(api: LocalApi) -> None
             assert [one.max_tokens for one in api.sent if isinstance(one, GenerateRequest)] == [3]
         status, answer = api.post(path, least | {"max_tokens": 3, "max_completion_tokens": 4})
         assert status == 400 and "max_tokens is 3, max_completion_tokens 4" in answer["error"]["message"]
+
+
+def test_an_empty_object_may_be_the_request() -> None:
+    """A search with nothing chosen is a search; the empty schema is that of any JSON."""
+    for kind in ANSWERING:
+        for name in ("web_search_options", "guided_json", "json_schema"):
+            assert (error := check(kind, **{name: {}})) is not None and error.param == name
+            assert check(kind, **{name: None}) is None
+        assert (error := check(kind, prompt_logprobs=0)) is not None and error.param == "prompt_logprobs"
+
+
+_PATHS = {path: kind for kind, (path, _) in LEAST.items()}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_advice_names_fields_that_the_api_has(kind: type[Body]) -> None:
+    """`say X`: of the API that was asked, or of the path that is named; and a sentence in either case."""
+    said = 0
+    for name, rule in RULES[kind].items():
+        told = rule.told(kind)
+        assert told.endswith((", or leave it out", "; leave it out")) and "{" not in told, (name, told)
+        advice = re.search(
+            r"(?:say|say it in|use /v1/completions with) ((?:[a-z_.]+(?:, | or | and | with )?)+)(?: to (/\S+))?$",
+            re.sub("(, or|;) leave it out$", "", told),
+        )
+        if advice is None:
+            assert "say " not in told, (name, told)
+            continue
+        there = _PATHS[advice[2]] if advice[2] else CompletionBody if "use /v1/completions" in told else kind
+        for word in re.split(", | or | and | with ", advice[1]):
+            assert word.partition(".")[0] in there.__struct_fields__, (name, told)
+            said += 1
+    assert said > 20 or kind in (CountTokensBody, TokenizeBody)
+
+
+def test_advice_by_api() -> None:
+    for kind, name, value, told in (
+        (CompletionBody, "enable_thinking", False, "say reasoning_effort or enable_thinking to /v1/chat/completions, or"),
+        (CompletionBody, "reasoning_effort", "low", "say reasoning_effort to /v1/chat/completions, or"),
+        (CompletionBody, "system", "Be brief.", "put it into the prompt, or"),
+        (CompletionBody, "functions", [{"name": "f"}], "say tools to /v1/chat/completions, or"),
+        (MessagesBody, "enable_thinking", False, "say thinking, or"),
+        (MessagesBody, "guided_json", {"type": "object"}, "say output_config.format, or"),
+        (ResponsesBody, "guided_json", {"type": "object"}, "say text.format, or"),
+        (ResponsesBody, "max_new_tokens", 5, "say max_output_tokens, or"),
+        (ResponsesBody, "system", "Be brief.", "say instructions, or"),
+        (ResponsesBody, "logit_bias", {"5": 1}, "this API has no such field;"),
+        (ChatBody, "system", "Be brief.", "send it as a message of the role system, or"),
+        (ChatBody, "early_stopping", True, "answers are sampled;"),
+        (TokenizeBody, "enable_thinking", False, "say it in chat_template_kwargs, or"),
+    ):  # fmt: skip
+        error = check(kind, **{name: value})
+        assert error is not None and error.message == f"{name} is not honoured here: {told} leave it out"
+
+
+def test_a_length_may_be_said_twice() -> None:
+    """Some clients send the length by every name that they know."""
+    for kind, own in (
+        (ChatBody, "max_tokens"), (ChatBody, "max_completion_tokens"), (CompletionBody, "max_tokens"),
+        (MessagesBody, "max_tokens"), (ResponsesBody, "max_output_tokens"),
+    ):  # fmt: skip
+        for name in set(LENGTHS) - set(kind.__struct_fields__):
+            assert check(kind, **{own: 7, name: 7}) is None, (kind, name)
+            for other in (8, True, "7", 1):
+                error = check(kind, **{own: 7, name: other})
+                assert error is not None and error.param == name, (kind, name, other)
+    assert check(ChatBody, n_predict=-1) is None and check(CompletionBody, n_predict=-1) is not None
 
 
 def test_true_is_not_one_to_json() -> None:

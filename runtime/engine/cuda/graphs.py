@@ -19,7 +19,8 @@ class Graphs:
 
     Graphs share a pool of memory, so what one leaves in memory of its own is gone when another runs. Where a capture of
     launches that overlap fails, none overlaps from then on; where that fails, too, everything runs uncaptured, and `fault`
-    says why. Results have the same bits either way.
+    says why. Where work in parts cannot be captured (`parts_fault`), it alone is not: it is the larger. Results have the same
+    bits either way.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool, overlap: bool = True) -> None:
@@ -27,6 +28,7 @@ class Graphs:
         self.enabled = enabled and device.type == "cuda"
         self.overlap = overlap
         self.fault: str | None = None
+        self.parts_fault: str | None = None
         self._device = device
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -67,7 +69,7 @@ class Graphs:
         What a step reads and writes must be memory that work keeps from run to run. known: a run of other work has loaded
         all that this needs, so it may be captured at once.
         """
-        if not self.enabled:
+        if not self.enabled or self.parts_fault is not None:
             work(_at_once)
             return
         parts = self._parts.get(key)
@@ -86,8 +88,9 @@ class Graphs:
 
         def begin() -> None:
             nonlocal graph
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            begun = torch.cuda.CUDAGraph()
+            begun.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph = begun
 
         def end() -> None:
             nonlocal graph
@@ -111,7 +114,8 @@ class Graphs:
                     if graph is not None:
                         end()
         except (RuntimeError, EnvironmentFault) as error:
-            self._give_up(error)
+            self.parts_fault = str(error).splitlines()[0]
+            self._drop(self._parts)
             return None
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self._parts[key] = parts
@@ -126,8 +130,14 @@ class Graphs:
 
     def _give_up(self, error: Exception) -> None:
         self.enabled, self.fault = False, str(error).splitlines()[0]
-        self._graphs.clear()
-        self._parts.clear()
+        self._drop(self._graphs)
+        self._drop(self._parts)
+
+    def _drop(self, captured: dict[Any, Any]) -> None:
+        """They may still be running."""
+        if captured:
+            torch.cuda.synchronize(self._device)
+        captured.clear()
 
     def _capture(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         stream = self._own_stream()

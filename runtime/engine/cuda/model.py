@@ -1,5 +1,7 @@
 """The model on the device, top to bottom: embedding, layers, heads, and the MTP layer."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -146,6 +148,9 @@ class CudaModel:
             self.state.counter.add_(kept.overflows.sum())
 
         graphs.run_parts(("chunk", lane, kept), work, known=len(self._chunks) > 1)
+        if graphs.parts_fault is not None:  # from now on as they are written, without memory that is kept for graphs
+            print(f"duovolt rank: prompts' chunks are not captured: {graphs.parts_fault}", file=sys.stderr, flush=True)
+            self._kept, self._chunks = None, {}
         return kept.staged, kept.wide
 
     def draft(self, x: Tensor, hidden: Tensor, layers: Layers) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from ..schema import ChatBody
 from ..shared_turns import shared_ends
 from ..template import ChatTemplate, opens_thinking
 from ..videos import NO_VIDEO
+from .thinking import thinking_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -37,11 +38,12 @@ def build_chat_prompt(body: ChatBody, template: ChatTemplate, reader: PictureRea
     media = Media()
     tools = _tools(body)
     variables = template.variables(body.chat_template_kwargs)
-    if body.enable_thinking is not None:
-        variables["enable_thinking"] = body.enable_thinking
-    if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
-        if body.reasoning_effort == "none":
+    thinks, effort = thinking_of(body)
+    if thinks is not None:
+        variables["enable_thinking"] = thinks
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        if effort == "none":
             variables.setdefault("enable_thinking", False)
     messages = clean_messages(body.messages, media, reader)
     text = template.render(messages, tools or None, variables)

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import bad_request
 from ..schema import ChatBody, CountTokensBody, MessagesBody
+from .thinking import thinking_switch
 
 _UNREADABLE = ("image", "document", "search_result", "container_upload")
 
@@ -21,11 +22,7 @@ def chat_of(body: CountTokensBody) -> ChatBody:
     """The same request for the chat API. Raises ApiError naming the block at fault."""
     chat = ChatBody(messages=_messages(body), tools=[_tool(tool, n) for n, tool in enumerate(body.tools or [])])
     _choose_tool(chat, body.tool_choice)
-    kind = (body.thinking or {}).get("type")
-    if kind not in (None, "enabled", "disabled", "adaptive"):
-        raise bad_request(f"thinking.type: {kind!r} is not one of enabled, disabled, adaptive", "thinking")
-    if kind in ("enabled", "disabled"):
-        chat.enable_thinking = kind == "enabled"
+    chat.enable_thinking = thinking_switch(body.thinking)
     chat.chat_template_kwargs = body.chat_template_kwargs
     output = body.output_config or {}
     if isinstance(output.get("effort"), str):
