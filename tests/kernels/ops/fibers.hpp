@@ -321,6 +321,8 @@ static std::vector<std::vector<Copy>> copies[kMaxThreads]; // groups of each thr
 inline SharedAddress shared_address(void *p) { return static_cast<SharedAddress>(p); }
 inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<const uint4 *>(address); }
 inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<const unsigned short *>(address); }
+inline unsigned shared_1(SharedAddress address) { return *reinterpret_cast<const unsigned char *>(address); }
+inline uint2 shared_8(SharedAddress address) { return *reinterpret_cast<const uint2 *>(address); }
 inline void copy_async(SharedAddress to, const unsigned char *from) {
     auto &groups = copies[threadIdx.x];
     if (groups.empty()) {
