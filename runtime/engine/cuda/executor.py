@@ -140,9 +140,8 @@ class CudaExecutor:
         self.capture_chunks(chunk)
         self._read_nothing(0, 0, count)
         if self._device.type == "cuda" and torch_attends(torch.cuda.get_device_capability(self._device)):
-            self._read_nothing(
-                0, count, min(count, self._context - count)
-            )  # torch has other kernels for what comes later
+            # torch has other kernels for what comes later
+            self._read_nothing(0, count, min(count, self._context - count))
         if self.model.captures_chunks:
             for lane in range(self._lanes):
                 self._read_nothing(lane, 0, count)
