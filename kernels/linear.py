@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import reference, slices
+from . import one_pass, reference, slices
 from .module import Module, block_shared_bytes, load, multiprocessor_shared_bytes
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, halve, task
 from .tuning import HALF_BAND, HALVES, PAIR_BLOCKS, SLICED, Choice, choice, multiprocessors, spread
@@ -31,6 +31,8 @@ LARGEST_HALF = 65504.0
 _TOKENS_A_PRODUCT = 8
 MIXED = "any"  # the kernel for matrices of different encodings: a block an item
 _BAND_BYTES = {"half": 32, "fp8": 16, "fp8_blocks": 16, "nvfp4": 9}  # of a row of a tile
+# Ways of a matrix: items of a band or half of one, slices of K past which rows stream, or one pass.
+_ITEMS, _SLICES, _ONE_PASS = "items", "slices", "one pass"
 SOURCES = {8: "linear_8.cu", 16: "linear_16.cu", 24: "linear_24.cu"}
 
 
@@ -67,12 +69,12 @@ def linears(
     epilogue = FLOAT if dtype == torch.float32 else HALF
     # Bands of more bytes first: a block that begins last should not take longest.
     order = sorted(range(len(weights)), key=lambda index: -_BAND_BYTES[weights[index].encoding])
-    for kernel, members in _launches(x, weights, order):
+    for kernel, way, members in _launches(x, weights, order):
         filled = task(
             *(x, [weights[index] for index in members], [outs[index] for index in members], epilogue),
             *([residuals[index] for index in members] if residuals else None, overflows),
         )
-        _launch(x, kernel, filled)
+        _launch(x, kernel, way, filled)
     return outs
 
 
@@ -85,7 +87,8 @@ def swiglu(
     """
     out = _checked_swiglu(x, gate, up, out, overflows)
     _check_device(x, [gate, up])
-    _launch(x, gate.encoding, task(x, [gate, up], [out], SWIGLU, None, overflows))
+    way = _SLICES if _in_slices(x, gate.encoding) else _ITEMS
+    _launch(x, gate.encoding, way, task(x, [gate, up], [out], SWIGLU, None, overflows))
     return out
 
 
@@ -138,23 +141,38 @@ def prepare(device: torch.device) -> None:
         load(source, index, choice(index).defines)
 
 
-def _launches(x: Tensor, weights: Sequence[Weight], order: list[int]) -> list[tuple[str, list[int]]]:
-    """Kernels and their matrices: one launch, unless some of a mixture go in slices, as they do alone."""
-    encodings = {weight.encoding for weight in weights}
-    if len(encodings) == 1:
-        return [(encodings.pop(), order)]
-    apart: dict[str, list[int]] = {}
+def _launches(x: Tensor, weights: Sequence[Weight], order: list[int]) -> list[tuple[str, str, list[int]]]:
+    """Kernels, their ways and their matrices: one launch, unless some go a way of their own, as they do alone."""
+    apart: dict[tuple[str, str, int], list[int]] = {}
+    rest: list[int] = []
     for index in order:
-        encoding = weights[index].encoding
-        apart.setdefault(encoding if _in_slices(x, encoding) else MIXED, []).append(index)
-    if len({weights[index].encoding for index in apart.get(MIXED, ())}) == 1:
-        members = apart.pop(MIXED)
-        apart[weights[members[0]].encoding] = members
-    return list(apart.items())
+        weight = weights[index]
+        way = _way(x, weight)
+        if way == _ITEMS:
+            rest.append(index)
+        else:
+            apart.setdefault((weight.encoding, way, index if way == _ONE_PASS else 0), []).append(index)
+    found = [(kernel, way, members) for (kernel, way, _), members in apart.items()]
+    if rest:
+        encodings = {weights[index].encoding for index in rest}
+        found.append((encodings.pop() if len(encodings) == 1 else MIXED, _ITEMS, rest))
+    return found
+
+
+def _way(x: Tensor, weight: Weight) -> str:
+    """The way of a matrix that meets x, the same for every number of tokens and in any company."""
+    device = x.device.index
+    tuned = choice(device)
+    if tuned.slices and one_pass.goes(
+        *(weight.encoding, *weight.shape, _module(x, tuned).arch),
+        *(block_shared_bytes(device), multiprocessors(device)),
+    ):
+        return _ONE_PASS
+    return _SLICES if _in_slices(x, weight.encoding) else _ITEMS
 
 
 def _in_slices(x: Tensor, encoding: str) -> bool:
-    """Whether matrices of an encoding that meet x go in slices: the same for every number of tokens."""
+    """Whether matrices of an encoding that meet x go in slices."""
     device = x.device.index
     tuned = choice(device)
     arch = _module(x, tuned).arch
@@ -169,24 +187,26 @@ def _module(x: Tensor, tuned: Choice) -> Module:
     return load(SOURCES[_padded(x)], x.device.index, tuned.defines)
 
 
-def _launch(x: Tensor, kernel: str, filled: Task) -> None:
+def _launch(x: Tensor, kernel: str, way: str, filled: Task) -> None:
     padded, device = _padded(x), x.device.index
     tuned = choice(device)
     module = _module(x, tuned)
-    in_slices = kernel != MIXED and _in_slices(x, kernel)
-    if in_slices and padded == slices.TOKENS:
+    if way != _ITEMS and padded == slices.TOKENS:
         blocks = multiprocessors(device)
-        shared_bytes = slices.cut(filled, blocks, block_shared_bytes(device))
-        module.launch(slices.KERNEL, blocks, slices.THREADS, (filled,), shared_bytes, overlap=True)
+        if way == _ONE_PASS:
+            name, shared_bytes = one_pass.KERNEL, one_pass.cut(filled, blocks)
+        else:
+            name, shared_bytes = slices.KERNEL, slices.cut(filled, blocks, block_shared_bytes(device))
+        module.launch(name, blocks, slices.THREADS, (filled,), shared_bytes, overlap=True)
         return
     paired, resident, processors = filled.epilogue == SWIGLU, 0, multiprocessors(device)
     rows = tuned.rows_of(kernel, filled.items, paired, processors, module.arch, padded)
-    if in_slices:
+    if way != _ITEMS:
         kernel = f"{kernel}_{SLICED}"
     if rows == HALF_BAND and paired:
         halve(filled)
         resident = PAIR_BLOCKS[padded]
-    elif rows == HALF_BAND and not in_slices:
+    elif rows == HALF_BAND and way == _ITEMS:
         halve(filled)
         kernel = f"{kernel}_{HALVES}"
     blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, processors, resident)

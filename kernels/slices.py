@@ -14,21 +14,21 @@ SLICES = 16  # of K, a warp each
 THREADS = 32 * SLICES
 TOKENS = 8  # whose activations stay in registers
 KERNEL = f"linear_nvfp4_slices_{TOKENS}"
-_ENCODING = "nvfp4"
-_FOUR_COLUMNS = 64  # of a product: columns are dealt in fours of tiles
+ENCODING = "nvfp4"
+FOUR_COLUMNS = 64  # of a product: columns are dealt in fours of tiles
 _FOURS = 5  # of the longest slice; others may have one less: from 4,160 to 5,120 columns
 _RINGS = SLICES * _FOURS * 576  # bytes of all warps' rings: sixteen rows of a slice each
 _SUM_PITCH = 17  # floats of a token's sums in a step of sixteen rows
-_OLDEST = 80  # the first architecture with copies that need no registers
+OLDEST = 80  # the first architecture with copies that need no registers
 _LEAST_SHARED = 120 << 10  # bytes that a block must be able to have: rings, and the sums of a few steps
 
 
 @functools.cache
 def goes(encoding: str, columns: int, arch: str, shared_bytes: int) -> bool:
     """Whether a matrix goes in slices, by code for `arch` on a card whose blocks may have `shared_bytes` of shared memory."""
-    if encoding != _ENCODING or int(arch.partition("_")[2]) < _OLDEST or shared_bytes < _LEAST_SHARED:
+    if encoding != ENCODING or int(arch.partition("_")[2]) < OLDEST or shared_bytes < _LEAST_SHARED:
         return False
-    return columns % _FOUR_COLUMNS == 0 and -(-columns // (_FOUR_COLUMNS * SLICES)) == _FOURS
+    return columns % FOUR_COLUMNS == 0 and -(-columns // (FOUR_COLUMNS * SLICES)) == _FOURS
 
 
 def cut(filled: Task, blocks: int, most_bytes: int) -> int:

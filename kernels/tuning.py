@@ -60,8 +60,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch; 0 for a block an item, but `PAIR_BLOCKS` for gate and up side by side. `rows` of an item of nvfp4 or fp8 on sm_80
     and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`: what is left out to see
     what the rest costs, with wrong results.
-    `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), where rings, rows and blocks are its own;
-    off, they go as the others do, with other bits.
+    `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), those whose shape suits it in one pass
+    (kernels/one_pass.py), where rings, rows and blocks are their own; off, they go as the others do, with other bits.
     `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,

@@ -15,6 +15,14 @@ __device__ __forceinline__ void multiply_16x8(float *sum, unsigned a0, unsigned 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same for eight rows, a0 and a2; sum[2] and sum[3] are any numbers.
+__device__ __forceinline__ void multiply_8x8(float *sum, unsigned a0, unsigned a2, unsigned b0, unsigned b1) {
+    asm("{.reg .b32 any;\n mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, any, %5, any}, {%6, %7}, "
+        "{%0, %1, %2, %3};}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a0), "r"(a2), "r"(b0), "r"(b1));
+}
+
 // 16 bytes from global to shared memory, past the first-level cache.
 __device__ __forceinline__ void copy_async(SharedAddress shared, const unsigned char *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
@@ -47,6 +55,19 @@ __device__ __forceinline__ void copy_once_if(int wanted, SharedAddress shared, c
     asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %3, 0;\n"
                  " @wanted cp.async.cg.shared.global.L2::cache_hint [%0 + %4], [%1 + %5], 16, %2;}" ::"r"(shared),
                  "l"(global), "l"(first_to_leave), "r"(wanted), "n"(kShared), "n"(kGlobal)
+                 : "memory");
+}
+
+// Whose copies are the first to leave the second-level cache: found once, where a loop would find it anew for each.
+__device__ __forceinline__ unsigned long long first_to_leave() {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+template <int kShared, int kGlobal>
+__device__ __forceinline__ void copy_hinted(SharedAddress shared, const unsigned char *global, unsigned long long policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0 + %3], [%1 + %4], 16, %2;" ::"r"(shared), "l"(global),
+                 "l"(policy), "n"(kShared), "n"(kGlobal)
                  : "memory");
 }
 

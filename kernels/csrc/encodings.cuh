@@ -3,7 +3,8 @@
 // kBytes: of a row of a tile. kTurn: tiles that a warp takes at a time. kUnit: the power of two that the decoders leave out.
 // kPairs: whether gate and up may stand side by side. kStages: turns in a warp's ring of tiles in shared memory; kHalfStages:
 // where they hold half a band. `load` reads global memory (`load_half` its columns 0..7 or 8..15, in the place of 0..7), `take`
-// the row at an address of shared memory whose tiles hold kHeld rows, or `take_two` it and the next; `prepare` comes before
+// the row at an address of shared memory whose tiles hold kHeld rows, or `take_two` it and the next; `one` and `split` make the
+// same of what was read; `prepare` comes before
 // `pair`. `quarter` j gives the pairs of columns 4j .. 4j + 3, and `arrange` the activations of eight columns in the same order.
 // `mix` stands for all arithmetic where that is measured.
 #pragma once
@@ -54,20 +55,24 @@ struct Nvfp4 {
         return {{__ldcs(reinterpret_cast<const unsigned *>(words) + 2 * lane + half), 0}, __ldcs(scales + lane)};
     }
 
-    // A row and the next, by one read: their words stand together, and so do their scales.
-    __device__ static void take_two(SharedAddress row, SharedAddress row_scales, Nvfp4 &upper, Nvfp4 &lower) {
-        const uint4 words = shared_16(row);
-        const unsigned scales = shared_2(row_scales);
+    // A row and the next: their words stand together, and so do their scales.
+    __device__ static void split(uint4 words, unsigned scales, Nvfp4 &upper, Nvfp4 &lower) {
         upper.codes = {words.x, words.y};
         upper.factor = scales & 0xFFu;
         lower.codes = {words.z, words.w};
         lower.factor = scales >> 8;
     }
+    __device__ static void take_two(SharedAddress row, SharedAddress row_scales, Nvfp4 &upper, Nvfp4 &lower) {
+        split(shared_16(row), shared_2(row_scales), upper, lower);
+    }
 
     // One row.
+    __device__ static void one(uint2 words, unsigned scale, Nvfp4 &weight) {
+        weight.codes = words;
+        weight.factor = scale;
+    }
     __device__ static void take_one(SharedAddress row, SharedAddress row_scale, Nvfp4 &weight) {
-        weight.codes = shared_8(row);
-        weight.factor = shared_1(row_scale);
+        one(shared_8(row), shared_1(row_scale), weight);
     }
 
     // (code * 2^-14) * (scale * 2^-8 * 2^14): at most 10.5, at least 2^-18, six bits wide, so exact in fp16.

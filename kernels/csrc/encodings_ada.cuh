@@ -10,16 +10,22 @@ struct AdaNvfp4 : Nvfp4 {
     // and other bits of the word in between and at the end.
     unsigned even[2], odd[2];
 
-    __device__ static void take_two(SharedAddress row, SharedAddress row_scales, AdaNvfp4 &upper, AdaNvfp4 &lower) {
-        Nvfp4::take_two(row, row_scales, upper, lower);
-        const unsigned factors = e4m3_pair(static_cast<unsigned short>(upper.factor | lower.factor << 8));
+    __device__ static void split(uint4 words, unsigned scales, AdaNvfp4 &upper, AdaNvfp4 &lower) {
+        Nvfp4::split(words, 0, upper, lower);
+        const unsigned factors = e4m3_pair(static_cast<unsigned short>(scales));
         upper.factor = both_lower(factors);
         lower.factor = both_upper(factors);
     }
+    __device__ static void take_two(SharedAddress row, SharedAddress row_scales, AdaNvfp4 &upper, AdaNvfp4 &lower) {
+        split(shared_16(row), shared_2(row_scales), upper, lower);
+    }
 
+    __device__ static void one(uint2 words, unsigned scale, AdaNvfp4 &weight) {
+        weight.codes = words;
+        weight.factor = both_lower(e4m3_pair(static_cast<unsigned short>(scale)));
+    }
     __device__ static void take_one(SharedAddress row, SharedAddress row_scale, AdaNvfp4 &weight) {
-        Nvfp4::take_one(row, row_scale, weight);
-        weight.factor = both_lower(e4m3_pair(static_cast<unsigned short>(weight.factor)));
+        one(shared_8(row), shared_1(row_scale), weight);
     }
 
     // A code * 2^-14 times a scale is a multiple of 2^-24 and six bits wide: exact, as a subnormal if need be.

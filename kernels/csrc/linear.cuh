@@ -235,6 +235,7 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#include "linear_pass.cuh"
 #include "linear_slices_run.cuh"
 #endif
 
@@ -246,11 +247,15 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 #define HALVES(tokens, tiles)                                                                                          \
     LINEAR(linear_nvfp4_halves_##tokens, (run_halves<Fp4Lane, tiles>), kHalfBlocks[tiles - 1])                            \
     LINEAR(linear_fp8_halves_##tokens, (run_halves<Fp8Lane, tiles>), kHalfBlocks[tiles - 1])
-// Launches in slices of K (kernels/slices.py): up to eight tokens, and more.
+// Launches in slices of K (kernels/slices.py, kernels/one_pass.py): up to eight tokens, and more.
 #define SLICES                                                                                                         \
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_slices_8(                               \
         const __grid_constant__ Task task) {                                                                           \
         run_slices<Fp4Lane, 5, 4>(task);                                                                               \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_pass_8(                                 \
+        const __grid_constant__ Task task) {                                                                           \
+        run_pass<Fp4Lane, 2>(task);                                                                                    \
     }
 #define SLICED(tokens, tiles) LINEAR(linear_nvfp4_sliced_##tokens, (run<Sliced<Fp4Lane>, tiles>), kBlocks[tiles - 1])
 #else

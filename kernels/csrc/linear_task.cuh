@@ -92,7 +92,7 @@ template <int kTurn, bool kSliced = false> struct Walk {
     __device__ Walk(const Task &task, Items items)
         : task(task), items(items), item(items.first), part(0), turn(first_turn(static_cast<int>(threadIdx.x / 32))) {
         end = kSliced ? last_turn(static_cast<int>(threadIdx.x / 32)) : 0;
-        if (turn >= turns()) {
+        if (turn >= (kSliced ? end : turns())) {
             item = items.end; // a warp without work
         }
     }

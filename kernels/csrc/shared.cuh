@@ -81,6 +81,9 @@ __device__ __forceinline__ int kept(int value) {
     return same;
 }
 
+// A value that all lanes of a warp have, which the compiler knows afterwards.
+__device__ __forceinline__ unsigned uniform(unsigned value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
+
 // The same value, of which the compiler knows nothing: what it is made of is not computed anew where it is used.
 __device__ __forceinline__ int opaque(int value) { return __shfl_sync(0xFFFFFFFFu, value, threadIdx.x % 32); }
 __device__ __forceinline__ unsigned opaque(unsigned value) { return opaque(static_cast<int>(value)); }

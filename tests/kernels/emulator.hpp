@@ -130,6 +130,10 @@ inline void multiply_16x8(float *sum, unsigned a0, unsigned a1, unsigned a2, uns
     pthread_barrier_wait(&warp_barriers[warp]);
 }
 
+inline void multiply_8x8(float *sum, unsigned a0, unsigned a2, unsigned b0, unsigned b1) {
+    multiply_16x8(sum, a0, 0x7E007E00u, a2, 0x7E007E00u, b0, b1); // not numbers, that nobody may use
+}
+
 // Copies happen when they are waited for, at the latest possible time: a read that does not wait finds old bytes.
 struct Copy {
     unsigned char *shared;
@@ -165,6 +169,10 @@ template <int kShared, int kGlobal> void copy_few_if(int wanted, SharedAddress s
         groups.back().push_back({shared + kShared, global + kGlobal, true, 4});
     }
 }
+inline unsigned long long first_to_leave() { return 0; }
+template <int kShared, int kGlobal> void copy_hinted(SharedAddress shared, const unsigned char *global, unsigned long long) {
+    copy_async(shared + kShared, global + kGlobal);
+}
 inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
 inline void commit_copies() { groups.emplace_back(); }
 template <int pending> void wait_copies() {
@@ -182,6 +190,7 @@ template <int pending> void wait_copies() {
 }
 
 inline int kept(int value) { return value; }
+inline unsigned uniform(unsigned value) { return value; }
 template <class T> T opaque(T value) { return value; }
 inline unsigned permute(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;

@@ -139,7 +139,7 @@ def test_half_bands_have_the_bits_of_bands(encode, arch, encoding):
                 assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found[0], others, strict=True)), tokens
 
 
-@pytest.mark.parametrize("shape", [(32, 4480), (160, 5120), (8704, 5120)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 4480), (160, 5120), (8704, 5120), (5120, 8704)], ids=str)
 def test_slices_have_the_same_bits_for_every_token_count_and_company(encode, arch, shape):
     if arch == PORTABLE:
         pytest.skip("code for sm_70 has no slices")
