@@ -42,6 +42,8 @@ template <class Weight, int kRing> struct Pass {
         const unsigned long long tile = static_cast<unsigned long long>(block) * groups + first;
         words = matrix.words + tile * kTileWords + lane * 16;
         to = ring + lane / 16 * kTile + lane % 16 * 16;
+        once = first_to_leave();
+        ask_words<0>(); // as soon as can be: what follows has its time while they come
         has_unit = block < task.cut.more;
         // A block without a unit copies rows of its band in its place: a copy costs less than to ask whether it is wanted.
         const unsigned unit_place = block % 4 * kUnitRows; // in its band
@@ -55,8 +57,9 @@ template <class Weight, int kRing> struct Pass {
                         : matrix.group_scales + (lane < 8 ? tile : unit_tile) * kRows +
                               (lane < 8 ? own * 16 : own % 4 * kRows + unit_place / 16 * 16);
         rest_step = in_words ? kFour * kTileWords : kFour * kRows;
-        once = first_to_leave();
-        ask_first<0>();
+        ask_rest<0>();
+        commit_copies();
+        ask_first<1>();
         to = opaque(to);
         rest_to = opaque(rest_to);
         rest_step = opaque(rest_step);
@@ -69,11 +72,10 @@ template <class Weight, int kRing> struct Pass {
         x_from = reinterpret_cast<const unsigned char *>(task.x) + static_cast<unsigned long long>(g * groups + first + q) * 2 * kColumns;
     }
 
+    // A slice has kRing fours at least.
     template <int i> __device__ void ask_first() {
         if constexpr (i < kRing) {
-            if (i < count) {
-                ask<i>();
-            }
+            ask<i>();
             commit_copies();
             ask_first<i + 1>();
         }
@@ -81,11 +83,19 @@ template <class Weight, int kRing> struct Pass {
 
     // Asks for four number i behind the one that `words` points to.
     template <int i> __device__ void ask() {
+        ask_words<i>();
+        ask_rest<i>();
+    }
+    template <int i> __device__ void ask_words() {
 #ifndef ABLATE_LOADS
         constexpr int kSlot = i % kRing * kStage;
         copy_hinted<kSlot, i * kFour * kTileWords>(to, words, once);
         copy_hinted<kSlot + 2 * kTile, (i * kFour + 2) * kTileWords>(to, words, once);
-        copy_hinted<kSlot, 0>(rest_to, rest, once);
+#endif
+    }
+    template <int i> __device__ void ask_rest() {
+#ifndef ABLATE_LOADS
+        copy_hinted<i % kRing * kStage, 0>(rest_to, rest, once);
         rest += rest_step;
 #endif
     }
@@ -100,9 +110,7 @@ template <class Weight, int kRing> struct Pass {
     // Reads the first activations, once what was before has ended.
     template <int i = 0> __device__ void begin() {
         if constexpr (i < kRing) {
-            if (i < count) {
-                ask_x<i>();
-            }
+            ask_x<i>();
             begin<i + 1>();
         }
     }
