@@ -16,7 +16,7 @@ TOKENS = 8
 KERNEL = f"linear_nvfp4_pass_{TOKENS}"
 _LEAST_FOURS = 8  # of a slice: from 8,192 columns on; of fewer, slices whose rows stream past are sooner
 _UNITS = 4  # of a band
-_RING = 2  # fours of each warp in shared memory
+_RING = 3  # fours of each warp in shared memory
 _FOUR_BYTES = 1536  # of one there, with what spreads the banks
 SHARED_BYTES = SLICES * _RING * _FOUR_BYTES
 

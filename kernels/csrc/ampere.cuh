@@ -58,16 +58,12 @@ __device__ __forceinline__ void copy_once_if(int wanted, SharedAddress shared, c
                  : "memory");
 }
 
-// Whose copies are the first to leave the second-level cache: found once, where a loop would find it anew for each.
-__device__ __forceinline__ unsigned long long first_to_leave() {
-    unsigned long long policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-template <int kShared, int kGlobal>
-__device__ __forceinline__ void copy_hinted(SharedAddress shared, const unsigned char *global, unsigned long long policy) {
+// The same by all lanes.
+template <int kShared, int kGlobal> __device__ __forceinline__ void copy_once(SharedAddress shared, const unsigned char *global) {
+    unsigned long long first_to_leave;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0 + %3], [%1 + %4], 16, %2;" ::"r"(shared), "l"(global),
-                 "l"(policy), "n"(kShared), "n"(kGlobal)
+                 "l"(first_to_leave), "n"(kShared), "n"(kGlobal)
                  : "memory");
 }
 

@@ -255,7 +255,7 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_pass_8(                                 \
         const __grid_constant__ Task task) {                                                                           \
-        run_pass<Fp4Lane, 2>(task);                                                                                    \
+        run_pass<Fp4Lane, 3>(task);                                                                                    \
     }
 #define SLICED(tokens, tiles) LINEAR(linear_nvfp4_sliced_##tokens, (run<Sliced<Fp4Lane>, tiles>), kBlocks[tiles - 1])
 #else

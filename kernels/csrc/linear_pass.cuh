@@ -11,7 +11,8 @@ constexpr int kUnitRows = 8;
 constexpr int kPassRows = kRows + kUnitRows; // of a block
 constexpr int kPassPitch = kPassRows + 1;    // floats of a token's sums: against lanes that would meet in one bank
 
-// One warp's way through its slice: a ring of kRing fours of tiles in shared memory, all of them under way.
+// One warp's way through its slice: a ring of kRing fours of tiles in shared memory, all but one of them
+// under way.
 template <class Weight, int kRing> struct Pass {
     static_assert(Weight::kBytes == 8 && Weight::kGroupScales, "nvfp4");
     static constexpr int kTileWords = kRows * Weight::kBytes, kTile = kTileWords + kRows; // the scales stand where they spread the banks
@@ -28,7 +29,6 @@ template <class Weight, int kRing> struct Pass {
     int rest_step, x_wanted;
     SharedAddress from, scales_from, unit_from, unit_scale_from; // of what this lane multiplies
     bool has_unit;
-    unsigned long long once; // weights are the first to leave the second-level cache
     uint4 x[kRing][2];
     float upper[4] = {}, lower[4] = {}, unit[4] = {};
 
@@ -38,11 +38,11 @@ template <class Weight, int kRing> struct Pass {
         const unsigned first = (slice * each + (slice < more ? slice : more)) * kFour;
         const Matrix &matrix = task.matrix[0];
         count = each + (slice < more);
-        const SharedAddress ring = shared_address(shared + slice * kShared);
+        // Not from `slice`: of an address in a uniform register ptxas 12.9 makes a copy that no card can execute.
+        const SharedAddress ring = shared_address(shared + threadIdx.x / 32 * kShared);
         const unsigned long long tile = static_cast<unsigned long long>(block) * groups + first;
         words = matrix.words + tile * kTileWords + lane * 16;
         to = ring + lane / 16 * kTile + lane % 16 * 16;
-        once = first_to_leave();
         ask_words<0>(); // as soon as can be: what follows has its time while they come
         has_unit = block < task.cut.more;
         // A block without a unit copies rows of its band in its place: a copy costs less than to ask whether it is wanted.
@@ -72,9 +72,9 @@ template <class Weight, int kRing> struct Pass {
         x_from = reinterpret_cast<const unsigned char *>(task.x) + static_cast<unsigned long long>(g * groups + first + q) * 2 * kColumns;
     }
 
-    // A slice has kRing fours at least.
+    // A slice has kRing fours at least, or one less.
     template <int i> __device__ void ask_first() {
-        if constexpr (i < kRing) {
+        if constexpr (i < kRing - 1) {
             ask<i>();
             commit_copies();
             ask_first<i + 1>();
@@ -89,13 +89,13 @@ template <class Weight, int kRing> struct Pass {
     template <int i> __device__ void ask_words() {
 #ifndef ABLATE_LOADS
         constexpr int kSlot = i % kRing * kStage;
-        copy_hinted<kSlot, i * kFour * kTileWords>(to, words, once);
-        copy_hinted<kSlot + 2 * kTile, (i * kFour + 2) * kTileWords>(to, words, once);
+        copy_once<kSlot, i * kFour * kTileWords>(to, words);
+        copy_once<kSlot + 2 * kTile, (i * kFour + 2) * kTileWords>(to, words);
 #endif
     }
     template <int i> __device__ void ask_rest() {
 #ifndef ABLATE_LOADS
-        copy_hinted<i % kRing * kStage, 0>(rest_to, rest, once);
+        copy_once<i % kRing * kStage, 0>(rest_to, rest);
         rest += rest_step;
 #endif
     }
@@ -110,7 +110,9 @@ template <class Weight, int kRing> struct Pass {
     // Reads the first activations, once what was before has ended.
     template <int i = 0> __device__ void begin() {
         if constexpr (i < kRing) {
-            ask_x<i>();
+            if (i < kRing - 1 || i < count) {
+                ask_x<i>();
+            }
             begin<i + 1>();
         }
     }
@@ -128,18 +130,18 @@ template <class Weight, int kRing> struct Pass {
         if constexpr (i < kRing) {
             if (base + i < count) {
                 constexpr int kSlot = i * kStage;
-                wait_copies<kRing - 1>();
-                __syncwarp(); // the copies of the other lanes, too
-                const uint4 upper_words = shared_16(from + kSlot), lower_words = shared_16(from + (kSlot + kHalfRows * Weight::kBytes));
+                wait_copies<kRing - 2>();
+                __syncwarp(); // the copies of the other lanes, too; and all have read the four tiles before
+                if (base + i + kRing - 1 < count) {
+                    ask<kRing - 1 + i>();
+                }
+                commit_copies(); // an empty group, too: the count of groups is kept
+                const uint4 upper_words = shared_16(from + kSlot);
                 const unsigned upper_scales = shared_2(scales_from + kSlot);
+                const uint4 lower_words = shared_16(from + (kSlot + kHalfRows * Weight::kBytes));
                 const unsigned lower_scales = shared_2(scales_from + (kSlot + kHalfRows));
                 const uint2 unit_words = shared_8(unit_from + kSlot);
                 const unsigned unit_scale = shared_1(unit_scale_from + kSlot);
-                __syncwarp(); // all have read
-                if (base + i + kRing < count) {
-                    ask<kRing + i>();
-                }
-                commit_copies(); // an empty group, too: the count of groups is kept
                 multiply(upper_words, upper_scales, lower_words, lower_scales, unit_words, unit_scale, x[i]);
                 if (base + i + kRing < count) {
                     ask_x<kRing + i>();

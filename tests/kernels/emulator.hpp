@@ -169,8 +169,7 @@ template <int kShared, int kGlobal> void copy_few_if(int wanted, SharedAddress s
         groups.back().push_back({shared + kShared, global + kGlobal, true, 4});
     }
 }
-inline unsigned long long first_to_leave() { return 0; }
-template <int kShared, int kGlobal> void copy_hinted(SharedAddress shared, const unsigned char *global, unsigned long long) {
+template <int kShared, int kGlobal> void copy_once(SharedAddress shared, const unsigned char *global) {
     copy_async(shared + kShared, global + kGlobal);
 }
 inline void zero_async(SharedAddress shared, const unsigned char *) { groups.back().push_back({shared, nullptr, false}); }
