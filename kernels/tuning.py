@@ -50,6 +50,10 @@ WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weight
 # Off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100.
 WIDE_UP_TO = 0
 MOST_WIDE = 4096
+_AHEAD = (
+    9,
+    0,
+)  # compute capability from which plain weights are made ahead, unless a choice says otherwise: where it was measured
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +70,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
     24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
-    their own while the vendor's product works on the piece before.
+    their own while the vendor's product works on the piece before. `plain_ahead`: a prompt's chunk has the plain weights of
+    the next products made beside this one (kernels/plain_ahead.py); None: from compute capability 9.0 on. Not with
+    `overlap_dequantising`.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -80,12 +86,18 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
     overlap_dequantising: bool = False
+    plain_ahead: bool | None = None
 
     @property
     def prompts(self) -> str:
         """What of it decides the rounding of a prompt's products: the same on every rank, or they read different prompts."""
         wide = f"wide:{self.wide_from}-{self.wide_up_to}" if self.wide_up_to else "plain"
         return wide + ",beside" * self.overlap_dequantising + ",bands" * (not self.slices)
+
+    def goes_ahead(self, capability: tuple[int, int]) -> bool:
+        """Whether chunks on a card of this compute capability have plain weights made ahead."""
+        wanted = capability >= _AHEAD if self.plain_ahead is None else self.plain_ahead
+        return wanted and not self.overlap_dequantising
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
@@ -206,6 +218,11 @@ def using(chosen: Choice) -> Iterator[None]:
 def choice(device: int) -> Choice:
     """The choice for a CUDA device; the stored one is read once a process."""
     return _override.get() or _stored(device)
+
+
+def choice_for(card: str) -> Choice:
+    """The stored choice for a card of this name, or the defaults. Raises InputError for a damaged file."""
+    return _override.get() or read().get(card, Choice())
 
 
 def choice_on(device: torch.device) -> Choice:

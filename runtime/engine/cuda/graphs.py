@@ -124,7 +124,8 @@ class Graphs:
     def _own_stream(self) -> torch.cuda.Stream:
         """Where work is captured, behind what the current stream has been given."""
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+            # What is captured goes before work beside it of torch's usual priority, the lowest.
+            self._stream, self._pool = torch.cuda.Stream(self._device, priority=-1), torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._stream
 
