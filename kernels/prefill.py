@@ -26,7 +26,8 @@ from .half_factors import Shared, shared_factors
 from .linear import MAX_TOKENS, check_addresses, check_rows, linear, linears, linears_reference
 from .plain import Plain
 from .task import FLOAT, HALF, MATRICES, SWIGLU
-from .tuning import choice
+from .tuning import choice, multiprocessors
+from .vendor import products_on
 from .weights import BAND, Weight, check
 
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
@@ -244,7 +245,8 @@ def _multiply(x: Tensor, matrix: Plain, out: Tensor) -> None:
         plain = matrix.fill(torch.empty(matrix.elements, dtype=torch.float16, device=x.device))
         _addmm(x, plain, matrix.back, out)
         return
-    with going.taken(matrix) as plain:
+    kept = choice(x.device.index).multiprocessors_of(x.shape[0], multiprocessors(x.device.index))
+    with going.taken(matrix) as plain, products_on(kept):
         _addmm(x, plain, matrix.back, out)
 
 

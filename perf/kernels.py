@@ -105,12 +105,12 @@ def time_graph(launches: Sequence[Callable[[], object]], overlap: bool = False) 
 
 def captured(launches: Sequence[Callable[[], object]], overlap: bool = False) -> torch.cuda.CUDAGraph:
     """A graph of the launches in order; the first is run before, so that nothing is loaded in the capture."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(priority=-1)  # as the engine's captures have it: before what is made beside
     with torch.cuda.stream(stream):
         launches[0]()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), overlapping(overlap):
+    with torch.cuda.graph(graph, stream=stream), overlapping(overlap):
         for launch in launches:
             launch()
     return graph
@@ -204,19 +204,20 @@ def _cublas(case: Case, tokens: int, device: torch.device, pool: int) -> float:
 
 
 # Ways of a linear of many tokens: this card's own, the decode linear and dequantised weights only, the wide linear at every T,
-# and dequantising beside the vendor's product.
-ROUTES = ("chosen", "narrow", "wide", "beside")
+# dequantising beside the vendor's product, and the next linears' weights beside this one's product.
+ROUTES = ("chosen", "narrow", "wide", "beside", "ahead")
 
 
 def route_choice(route: str, device: torch.device) -> Choice:
     """The card's choice, but for the way that is asked for."""
     own = choice(device.index)
-    narrow = msgspec.structs.replace(own, wide_up_to=0, overlap_dequantising=False)
+    narrow = msgspec.structs.replace(own, wide_up_to=0, overlap_dequantising=False, plain_ahead=False)
     return {
         "chosen": own,
         "narrow": narrow,
         "wide": msgspec.structs.replace(own, wide_from=1, wide_up_to=MOST_WIDE),
         "beside": msgspec.structs.replace(narrow, overlap_dequantising=True),
+        "ahead": msgspec.structs.replace(narrow, plain_ahead=True),
     }[route]
 
 

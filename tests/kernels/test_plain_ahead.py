@@ -5,7 +5,7 @@ No GPU: streams are noted, and what waits for what is followed.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +183,12 @@ def test_products_take_their_weights_from_the_pass(encode, monkeypatch):
     """Real matrices on the CPU: side by side, gates, one in pieces; the second pass makes the same numbers in other places."""
     world = World(monkeypatch)
 
+    kept: list[int] = []
+
+    def kept_on(count):
+        kept.append(count)
+        return nullcontext()
+
     def dequantised(weight, out, first_band, factor):
         rows = (weight.values() * weight.scale.reshape(-1, 1) * factor).half()[
             first_band * 32 : first_band * 32 + len(out)
@@ -194,6 +200,8 @@ def test_products_take_their_weights_from_the_pass(encode, monkeypatch):
     monkeypatch.setattr(plain, "dequantise", dequantised)
     monkeypatch.setattr(prefill, "_check_device", lambda x, weights: None)
     monkeypatch.setattr(prefill, "_gives_float32", lambda: False)
+    monkeypatch.setattr(prefill, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(prefill, "products_on", kept_on)
     monkeypatch.setattr(prefill, "gates_together", lambda device: True)
     monkeypatch.setattr(prefill.staging, "widen", prefill.staging.widen_reference)
     monkeypatch.setattr(prefill.staging, "silu_product", prefill.staging.silu_product_reference)
@@ -219,6 +227,7 @@ def test_products_take_their_weights_from_the_pass(encode, monkeypatch):
                 noted = plain_ahead.current().noted
             assert all(torch.equal(one, other) for one, other in zip(found, alone * 2, strict=True))
     assert [len(matrix.weights) for matrix in noted] == [2, 2, 1, 1] * 2
+    assert kept == [132 - 16] * 3 * len(noted)
     assert prefill.ahead_elements(10**6) == 2 * 128 * 64 and prefill.ahead_elements(100) == 200
     small = SimpleNamespace(room=10)
     monkeypatch.setattr(plain_ahead, "current", lambda: small)  # no room: memory of its own

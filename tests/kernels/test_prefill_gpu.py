@@ -7,6 +7,7 @@ from contextvars import copy_context
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.kernels import plain_ahead, prefill
@@ -256,13 +257,21 @@ def chain(x: torch.Tensor, layers: list[list], stop=lambda: None) -> list[torch.
 
 
 @pytest.mark.parametrize("room", [2 * 4160 * 1024, 5 * 4160 * 1024, 4160 * 1024], ids=["two", "five", "one"])
-def test_weights_made_ahead_give_the_bits_of_those_in_turn(encode, room):
+@pytest.mark.parametrize("spared", [0, 64])
+def test_weights_made_ahead_give_the_bits_of_those_in_turn(encode, room, spared):
     """Pass after pass, of several lengths, on a stream that goes first, and captured with a stop in every layer."""
     rng = np.random.default_rng(11)
     layers, x = layers_of(encode, rng, 4), activations("normal", 1024, rng, 300)
     ahead, stream = PlainAhead(room, x.device), torch.cuda.Stream(priority=-1)
-    with using(WAYS["narrow"]):
+    with using(replace(WAYS["narrow"], spared=spared)):
         expected = {tokens: chain(x[:tokens], layers) for tokens in (97, 200, 300)}
+        if spared:  # the vendor may choose another product, so the first pass, in turn, says what is expected
+            for tokens in expected:
+                with PlainAhead(room, x.device).reading("chain"):
+                    found = chain(x[:tokens], layers)
+                for one, other in zip(found, expected[tokens], strict=True):
+                    assert float((one - other).norm() / other.norm()) <= HALF_ERROR
+                expected[tokens] = found
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(6):
@@ -309,14 +318,14 @@ def test_two_threads_each_with_weights_made_ahead(encode):
     rng = np.random.default_rng(12)
     layers = [layers_of(encode, rng, 2) for _ in range(2)]
     inputs = [activations("normal", 1024, rng, 200 + 56 * number) for number in range(2)]
-    with using(WAYS["narrow"]):
+    with using(replace(WAYS["narrow"], spared=0)):
         expected = [chain(x, own) for x, own in zip(inputs, layers, strict=True)]
     torch.cuda.synchronize()
     begin = threading.Barrier(2, timeout=60)
 
     def work(number: int) -> list[list[torch.Tensor]]:
         ahead, stream, found = PlainAhead(2 * 4160 * 1024, inputs[0].device), torch.cuda.Stream(priority=-1), []
-        with torch.cuda.stream(stream), using(WAYS["narrow"]):
+        with torch.cuda.stream(stream), using(replace(WAYS["narrow"], spared=0)):
             begin.wait()
             for _ in range(20):
                 with ahead.reading("chain"):

@@ -124,7 +124,7 @@ class CudaExecutor:
             "draft_window": f"{window * PAGE}" if (window := self._flights.window) else "off",
             "graphs": graphs,
             "delta": self._delta,
-            "prompts": choice_on(self._device).prompts,
+            "prompts": choice_on(self._device).prompts + self.model.prompts.told,
             "collective": self._link.name,
         }
 

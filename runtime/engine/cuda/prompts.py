@@ -38,6 +38,11 @@ class Prompts:
         """Whether plain weights are made ahead."""
         return self._ahead is not None
 
+    @property
+    def told(self) -> str:
+        """What of this decides the rounding of a prompt's products, behind what the card's choice says of it."""
+        return f",ahead:{choice_on(self._device).spared}" if self.ahead else ""
+
     @contextmanager
     def stream(self) -> Iterator[None]:
         """Within it work goes behind all that the current stream was given, and what that one is given after, behind it."""
