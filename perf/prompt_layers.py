@@ -1,8 +1,8 @@
 """A layer's linears at a prompt's chunk, as the engine calls them, against cuBLAS on plain fp16 weights, one matrix a call.
 
 Ours give what the layer wants: input products side by side in float32, the gated product of the MLP, fp16 parts of the output
-products; cuBLAS gives each product in fp16 and no more. Weights cold, at the shapes of a rank of two of the 27B. Layers follow one
-another, and where the way is such their plain weights are made ahead, as in a chunk.
+products; cuBLAS gives each product in fp16 and no more. Weights cold, at the shapes of a rank of two of the 27B. Layers follow
+one another, and where the way is such their plain weights are made ahead, as in a chunk.
 """
 
 import statistics
@@ -182,8 +182,7 @@ def measure_layers(
                         chain, alone = in_chain(layers, ahead), _alone(layers)
                         each = zip((name, *_REST), chain, theirs_each[0], alone, theirs_each[1], strict=True)
                         found.append(tuple(Part(*one) for one in each))
-                    _all(layers, ahead)  # its order is known before the graph
-                    graphs.append(captured([partial(_all, layers, ahead)]))
+                    graphs.append(captured([partial(_all, layers, ahead)]))  # run once before, when its order is noted
             theirs, *ours = time_in_turn(graphs, COPIES)
             flops = 2 * count * sum(rows * columns for _, rows, columns in shapes)
             for number, (route, seconds) in enumerate(zip(routes, ours, strict=True)):

@@ -1,5 +1,5 @@
 """Which ways for prompts suit a card: the numbers of tokens from which and up to which the wide linear is faster than the other
-ways, whether dequantising beside the vendor's product pays, and whether the next linears' weights are to be made beside this one's.
+ways, whether dequantising beside the vendor's product pays, and whether making the next linears' weights beside this one's does.
 Unlike the other choices they change bits: kernels/prefill.py."""
 
 import math
