@@ -161,7 +161,9 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch):
     with pytest.raises(RuntimeError, match="capture"), ahead.reading("chunk"), plain_ahead.current().taken(matrices[0]):
         raise RuntimeError("no capture")
     assert plain_ahead.current() is None
-    nodes += read(world, ahead, [matrices[3], *matrices])  # in turn, where the failed pass had begun to make others
+    nodes += read(
+        world, ahead, [Matrix(world, 9, 20), *matrices]
+    )  # in turn, where the failed pass had begun to make others
     nodes += read(world, ahead, matrices)
     check(world)
     used_what_was_made(world, nodes)
