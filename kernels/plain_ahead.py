@@ -9,33 +9,15 @@ it, are the same as in turn, and so are the bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .plain import Plain
-
-
-class Event(Protocol):
-    """What a stream can wait for."""
-
-
-class Stream(Protocol):
-    """A stream of a device."""
-
-    def wait_stream(self, stream: Stream) -> None:
-        """Go on when all that `stream` was given has run."""
-
-    def wait_event(self, event: Event) -> None:
-        """Go on when what `event` stands for has run."""
-
-    def record_event(self) -> Event:
-        """Stands for all that this stream was given."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +56,7 @@ class PlainAhead:
     def __init__(self, elements: int, device: torch.device) -> None:
         """elements: of the ring, fp16. Raises torch.OutOfMemoryError."""
         self.memory = torch.empty(elements, dtype=torch.float16, device=device)
-        self._side: Stream = torch.cuda.Stream(device)  # torch's lowest priority
-        self._current: Callable[[], Stream] = lambda: torch.cuda.current_stream(device)
-        self._on: Callable[[Stream], AbstractContextManager[object]] = torch.cuda.stream  # type: ignore[assignment]
+        self._side = torch.cuda.Stream(device)  # of torch's usual priority, the lowest
         self._known: dict[Hashable, _Order] = {}
         self._broken = False  # whether a pass ended before it had waited for all that it began to make
 
@@ -102,13 +82,9 @@ class PlainAhead:
             _current.reset(token)
 
     @property
-    def streams(self) -> tuple[Stream, Stream]:
+    def streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The current one, and the one on which matrices are made."""
-        return self._current(), self._side
-
-    def beside(self) -> AbstractContextManager[object]:
-        """Within it launches are on the stream beside."""
-        return self._on(self._side)
+        return torch.cuda.current_stream(self.memory.device), self._side
 
 
 @dataclass(frozen=True)
@@ -137,10 +113,9 @@ class _Pass:
         self.noted: list[Plain] = []
         self._made = 0  # matrices whose making has been given to the stream beside
         self._forked = False  # whether that stream has something that the current one has not waited for
-        self._filled: dict[int, Event] = {}  # by matrix, where nothing has waited for it
-        self._used: dict[
-            int, Event
-        ] = {}  # by matrix, when its product was through; absent: before the stream beside was forked
+        self._filled: dict[int, torch.cuda.Event] = {}  # by matrix, where nothing has waited for it
+        # By matrix, when its product was through; absent for one before the stream beside was forked.
+        self._used: dict[int, torch.cuda.Event] = {}
 
     @property
     def room(self) -> int:
@@ -187,7 +162,7 @@ class _Pass:
             place, matrix = order.places[self._made], order.matrices[self._made]
             if place.behind in self._used:
                 side.wait_event(self._used[place.behind])
-            with self._ahead.beside():
+            with torch.cuda.stream(side):
                 matrix.fill(self._ahead.memory[place.begin :])
                 self._filled[self._made] = side.record_event()
             self._made += 1

@@ -206,9 +206,9 @@ def workspace_bytes(largest: int) -> int:
     return max(min(SCRATCH_BYTES, 2 * largest), _PARTIAL_BYTES)
 
 
-def ahead_elements(largest: int) -> int:
-    """Of a `PlainAhead` for products whose largest matrix has `largest` values: two of them."""
-    return 2 * min(SCRATCH_BYTES // 2, largest)
+def ahead_elements(layer: int, largest: int, layers: float) -> int:
+    """Of a `PlainAhead` with room for so many layers, none of which has more than `layer` values, and for the largest matrix."""
+    return max(int(layers * layer), min(SCRATCH_BYTES // 2, largest))
 
 
 def _pieces(weight: Weight, out: Tensor, most: int, *, equal: bool) -> list[tuple[Plain, Tensor]]:

@@ -55,10 +55,11 @@ MOST_WIDE = 4096
 SPARED = 64
 MOST_SPARED = 1 << 16
 _LEAST_KEPT = 8  # a product leaves one in so many multiprocessors at most
-_AHEAD = (
-    9,
-    0,
-)  # compute capability from which plain weights are made ahead, unless a choice says otherwise: where it was measured
+AHEAD, MOST_AHEAD = (
+    1.25,
+    8.0,
+)  # layers of plain weights: with less than one a matrix waits for the product before its own
+_AHEAD_FROM = (9, 0)  # compute capability, where it was measured
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,8 +77,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
     24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
     their own while the vendor's product works on the piece before. `plain_ahead`: a prompt's chunk has the plain weights of
-    the next products made beside this one (kernels/plain_ahead.py); None: from compute capability 9.0 on. Not with
-    `overlap_dequantising`. `spared`: there a product of T tokens leaves them spared / T of the multiprocessors, up to an eighth.
+    the next products made beside this one (kernels/plain_ahead.py), in memory for so many layers; 0: in turn; None:
+    `AHEAD` from compute capability 9.0 on. Not with `overlap_dequantising`. `spared`: there a product of T tokens leaves spared / T
+    of the multiprocessors to that, an eighth at most.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -91,7 +93,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
     overlap_dequantising: bool = False
-    plain_ahead: bool | None = None
+    plain_ahead: float | None = None
     spared: int = SPARED
 
     @property
@@ -100,10 +102,11 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         wide = f"wide:{self.wide_from}-{self.wide_up_to}" if self.wide_up_to else "plain"
         return wide + ",beside" * self.overlap_dequantising + ",bands" * (not self.slices)
 
-    def goes_ahead(self, capability: tuple[int, int]) -> bool:
-        """Whether chunks on a card of this compute capability have plain weights made ahead."""
-        wanted = capability >= _AHEAD if self.plain_ahead is None else self.plain_ahead
-        return wanted and not self.overlap_dequantising
+    def layers_ahead(self, capability: tuple[int, int]) -> float:
+        """Layers whose plain weights have room on a card of this compute capability, so that they are made ahead; 0: none."""
+        if self.overlap_dequantising:
+            return 0.0
+        return self.plain_ahead if self.plain_ahead is not None else AHEAD * (capability >= _AHEAD_FROM)
 
     def multiprocessors_of(self, tokens: int, multiprocessors: int) -> int:
         """That a product of so many tokens takes where the next matrices are made beside it; 0: all. Always in pairs, which
@@ -121,8 +124,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
             raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
-        if not 0 <= self.spared <= MOST_SPARED:
-            raise ValueError(f"spared from 0 to {MOST_SPARED}")
+        if not 0 <= (self.plain_ahead or 0) <= MOST_AHEAD or not 0 <= self.spared <= MOST_SPARED:
+            raise ValueError(f"plain_ahead from 0 to {MOST_AHEAD}, spared from 0 to {MOST_SPARED}")
 
     @property
     def defines(self) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
@@ -26,7 +27,7 @@ def products_on(multiprocessors: int) -> Iterator[None]:
 
 
 @functools.cache
-def _teller() -> "ctypes._CFuncPtr | None":
+def _teller() -> Callable[[int, int], int] | None:
     """cublasSetSmCountTarget(handle, count) of the library that torch has loaded, None if there is none."""
     if torch.version.cuda is None:
         return None
@@ -37,4 +38,4 @@ def _teller() -> "ctypes._CFuncPtr | None":
     except (OSError, AttributeError):  # linked otherwise, or older than 11.5
         return None
     tell.argtypes, tell.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int
-    return tell
+    return cast(Callable[[int, int], int], tell)

@@ -17,7 +17,7 @@ from ..checkpoint.errors import EnvironmentFault
 from ..kernels.linear import linears, prepare, swiglu
 from ..kernels.module import PORTABLE, arches_for, forced_arch, load, overlapping
 from ..kernels.prefill import linear_block
-from ..kernels.tuning import MOST_WIDE, Choice, choice, multiprocessors, using
+from ..kernels.tuning import AHEAD, MOST_WIDE, Choice, choice, multiprocessors, using
 from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 POOL_BYTES = 2 << 30
@@ -211,13 +211,14 @@ ROUTES = ("chosen", "narrow", "wide", "beside", "ahead")
 def route_choice(route: str, device: torch.device) -> Choice:
     """The card's choice, but for the way that is asked for."""
     own = choice(device.index)
-    narrow = msgspec.structs.replace(own, wide_up_to=0, overlap_dequantising=False, plain_ahead=False)
+    layers = own.plain_ahead or AHEAD
+    narrow = msgspec.structs.replace(own, wide_up_to=0, overlap_dequantising=False, plain_ahead=0)
     return {
         "chosen": own,
         "narrow": narrow,
         "wide": msgspec.structs.replace(own, wide_from=1, wide_up_to=MOST_WIDE),
         "beside": msgspec.structs.replace(narrow, overlap_dequantising=True),
-        "ahead": msgspec.structs.replace(narrow, plain_ahead=True),
+        "ahead": msgspec.structs.replace(narrow, plain_ahead=layers),
     }[route]
 
 

@@ -123,11 +123,12 @@ def _all(layers: Sequence[Calls], ahead: PlainAhead | None = None) -> None:
             _each(calls)
 
 
-def _ahead(largest: int, device: torch.device) -> PlainAhead | None:
+def _ahead(layer: int, largest: int, device: torch.device) -> PlainAhead | None:
     """Room for weights that are made ahead, where the present choice is such."""
-    if device.type != "cuda" or not choice_on(device).goes_ahead(torch.cuda.get_device_capability(device)):
+    if device.type != "cuda":
         return None
-    return PlainAhead(ahead_elements(largest), device)
+    layers = choice_on(device).layers_ahead(torch.cuda.get_device_capability(device))
+    return PlainAhead(ahead_elements(layer, largest, layers), device) if layers else None
 
 
 def in_chain(layers: Sequence[Calls], ahead: PlainAhead | None = None) -> list[float]:
@@ -168,7 +169,7 @@ def measure_layers(
     for name in LAYERS:
         cases = {case.name: case.matrices for case in CASES if case.name in (name, *_REST)}
         shapes = [matrix for own in cases.values() for matrix in own]
-        largest = max(sum(rows * columns for _, rows, columns in own) for own in cases.values())
+        values = [sum(rows * columns for _, rows, columns in own) for own in cases.values()]
         for count in tokens:
             plain = [_plain_calls(name, count, device) for _ in range(COPIES)]
             graphs = [captured([partial(_all, plain)])]
@@ -177,7 +178,7 @@ def measure_layers(
             found: list[tuple[Part, ...]] = []
             for route in routes:
                 with using(route_choice(route, device)):
-                    ahead = _ahead(largest, device)
+                    ahead = _ahead(sum(values), max(values), device)
                     if theirs_each is not None:
                         chain, alone = in_chain(layers, ahead), _alone(layers)
                         each = zip((name, *_REST), chain, theirs_each[0], alone, theirs_each[1], strict=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from msgspec.structs import replace
 
-from ..kernels.tuning import Choice, using
+from ..kernels.tuning import AHEAD, Choice, using
 from .kernels import PrefillRow, measure_prefill
 from .prompt_layers import measure_layers
 
@@ -17,7 +17,7 @@ SURE = 97  # tokens: where the wide linear is not faster, it is not taken at all
 PROMPTS = (25, 49, SURE, 128, 192, 256, 384, 512, 768)
 LONG_PROMPT = 2048
 CHUNKS = (512, 1024, 2048)  # tokens of what prompts are read in
-SPARED_TRIED = (0, 32, 64, 128)
+SPARED_TRIED = (0, 64)
 _WORTH = 1.01
 
 
@@ -48,8 +48,9 @@ def ahead_for(chosen: Choice, device: torch.device, tell: Callable[[str], None])
 
     times = {spared: mean(replace(chosen, spared=spared), "ahead") for spared in SPARED_TRIED}
     best = min(times, key=lambda spared: times[spared])
-    pays = mean(chosen, "narrow") / times[best] > _WORTH
-    return replace(chosen, plain_ahead=pays, spared=best) if pays else replace(chosen, plain_ahead=False)
+    if mean(chosen, "narrow") / times[best] <= _WORTH:
+        return replace(chosen, plain_ahead=0)
+    return replace(chosen, plain_ahead=AHEAD, spared=best)
 
 
 def with_prompts(chosen: Choice, rows: Iterable[PrefillRow]) -> Choice:

@@ -80,7 +80,7 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         picture_patches=patches,
         keys_in_a_row=not cards or torch_attends(cards[0].capability),
         captured=bool(cards),
-        ahead=bool(cards) and choice_for(cards[0].name).goes_ahead(cards[0].capability),
+        ahead=choice_for(cards[0].name).layers_ahead(cards[0].capability) if cards else 0.0,
     )
 
 

@@ -214,7 +214,7 @@ def test_products_take_their_weights_from_the_pass(encode, monkeypatch):
         encode(kind, rng.standard_normal((rows, 64)).astype(np.float32)).weight for kind, rows in kinds
     )
     x = torch.from_numpy(rng.standard_normal((100, 64)).astype(np.float16))
-    ahead = PlainAhead(prefill.ahead_elements(10**6), torch.device("cpu"))
+    ahead = PlainAhead(prefill.ahead_elements(64 * 440, 10**6, 1.0), torch.device("cpu"))
 
     def layer() -> list[torch.Tensor]:
         wide = torch.empty(100, 88)
@@ -230,7 +230,7 @@ def test_products_take_their_weights_from_the_pass(encode, monkeypatch):
             assert all(torch.equal(one, other) for one, other in zip(found, alone * 2, strict=True))
     assert [len(matrix.weights) for matrix in noted] == [2, 2, 1, 1] * 2
     assert kept == [132 - 16] * 3 * len(noted)
-    assert prefill.ahead_elements(10**6) == 2 * 128 * 64 and prefill.ahead_elements(100) == 200
+    assert prefill.ahead_elements(1000, 10**6, 1.5) == 128 * 64 and prefill.ahead_elements(1000, 100, 1.5) == 1500
     small = SimpleNamespace(room=10)
     monkeypatch.setattr(plain_ahead, "current", lambda: small)  # no room: memory of its own
     with using(Choice()):

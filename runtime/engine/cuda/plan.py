@@ -36,7 +36,8 @@ class Demand:
     keys_in_a_row    prompts' attention takes keys and values from a copy in a row, not from the pages as on a V100; such cards
                      multiply gate and up side by side too
     captured         rounds, and prompts' chunks that are not too long, run as graphs, which have memory of their own
-    ahead            prompts' plain weights are made beside the products before them, in memory that all chunks share
+    ahead            layers for whose plain weights there is memory that all chunks share, so that they are made beside the
+                     products before them; 0: none
     """
 
     config: ModelConfig
@@ -50,7 +51,7 @@ class Demand:
     picture_patches: int = 0
     keys_in_a_row: bool = True
     captured: bool = True
-    ahead: bool = False
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,16 +170,17 @@ def _sampling_bytes(demand: Demand) -> int:
 
 
 def _ahead_bytes(demand: Demand) -> int:
-    """Two matrices, and the memory that the vendor's library takes for another stream."""
-    return 2 * ahead_elements(_largest(demand)) + STREAM if demand.ahead else 0
+    """Plain weights that are made ahead, and the memory that the vendor's library takes for another stream."""
+    nbytes = ahead_bytes(demand.config, demand.tp, demand.ahead)
+    return nbytes + STREAM if nbytes else 0
 
 
-def largest_product(config: ModelConfig, tp: int, together: bool) -> int:
-    """Values of the largest matrix that a chunk multiplies; `together`: gate and up are one."""
+def ahead_bytes(config: ModelConfig, tp: int, layers: float) -> int:
+    """Plain weights of so many layers, and of the largest matrix at least; 0 for none."""
     text = config.text
-    # The MTP layer's first matrix takes two hidden states side by side, and is not split.
-    gates = text.intermediate_size // tp * (2 if together else 1)
-    return text.hidden_size * max(gates, _projection(config, tp), 2 * text.hidden_size)
+    mixed = max(text.num_attention_heads * text.head_dim, text.value_dim) // tp
+    layer = text.hidden_size * (_projection(config, tp) + mixed + 3 * text.intermediate_size // tp)
+    return 2 * ahead_elements(layer, _largest(config, tp, together=True), layers) if layers else 0
 
 
 def _projection(config: ModelConfig, tp: int) -> int:
@@ -190,8 +192,12 @@ def _projection(config: ModelConfig, tp: int) -> int:
     )
 
 
-def _largest(demand: Demand) -> int:
-    return largest_product(demand.config, demand.tp, demand.keys_in_a_row)
+def _largest(config: ModelConfig, tp: int, together: bool) -> int:
+    """Values of the largest matrix that a chunk multiplies; `together`: gate and up are one."""
+    text = config.text
+    # The MTP layer's first matrix takes two hidden states side by side, and is not split.
+    gates = text.intermediate_size // tp * (2 if together else 1)
+    return text.hidden_size * max(gates, _projection(config, tp), 2 * text.hidden_size)
 
 
 def _chunk_bytes(demand: Demand, max_context: int) -> int:
@@ -219,7 +225,7 @@ def _layer_bytes(demand: Demand) -> int:
     """A prompt's chunk on its way through a layer, plain weights of a large product."""
     text, tp = demand.config.text, demand.tp
     token = 14 * text.hidden_size + 12 * _projection(demand.config, tp) + 6 * text.intermediate_size // tp
-    plain = linear_bytes(0 if demand.ahead else _largest(demand))
+    plain = linear_bytes(0 if demand.ahead else _largest(demand.config, tp, demand.keys_in_a_row))
     heads = text.linear_num_value_heads // tp
     delta = delta_bytes(demand.chunk, heads, 2 * text.linear_num_key_heads // tp + heads)
     return demand.chunk * token + plain + delta

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from ....kernels.plain_ahead import PlainAhead
-from ....kernels.prefill import ahead_elements, gates_together
 from ....kernels.tuning import choice_on
 from ....model.config import ModelConfig
-from .plan import largest_product
+from .plan import ahead_bytes
 
 _FIRST = -1  # torch's highest priority
 
@@ -24,10 +23,13 @@ class Prompts:
     def __init__(self, config: ModelConfig, tp: int, device: torch.device) -> None:
         self._device = device
         self._ahead: PlainAhead | None = None
-        if device.type != "cuda" or not choice_on(device).goes_ahead(torch.cuda.get_device_capability(device)):
+        if device.type != "cuda":
+            return
+        nbytes = ahead_bytes(config, tp, choice_on(device).layers_ahead(torch.cuda.get_device_capability(device)))
+        if not nbytes:
             return
         try:
-            self._ahead = PlainAhead(ahead_elements(largest_product(config, tp, gates_together(device))), device)
+            self._ahead = PlainAhead(nbytes // 2, device)
         except torch.OutOfMemoryError:
             print("duovolt rank: no room to make prompts' plain weights ahead: in turn", file=sys.stderr, flush=True)
             return
