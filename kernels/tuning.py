@@ -78,8 +78,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
     their own while the vendor's product works on the piece before. `plain_ahead`: a prompt's chunk has the plain weights of
     the next products made beside this one (kernels/plain_ahead.py), in memory for so many layers; 0: in turn; None:
-    `AHEAD` from compute capability 9.0 on. Not with `overlap_dequantising`. `spared`: there a product of T tokens leaves spared / T
-    of the multiprocessors to that, an eighth at most.
+    `AHEAD` from compute capability 9.0 on. Not with `overlap_dequantising`. `spared`: there a product of T tokens leaves
+    spared / T of the multiprocessors to that, an eighth at most.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
