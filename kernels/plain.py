@@ -13,7 +13,7 @@ from .task import matrix_of
 from .weights import BAND, GROUP, Weight
 
 SOURCE = "dequantise.cu"
-_WARPS, _TILES_A_WARP = 8, 4  # of a block
+_WARPS, _TILES_A_WARP = 4, 4  # of a block
 
 
 @dataclass(frozen=True)

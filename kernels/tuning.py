@@ -50,11 +50,11 @@ WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weight
 # Off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100.
 WIDE_UP_TO = 0
 MOST_WIDE = 4096
-# Making a matrix takes as long for any number of tokens, its product longer for more: of an H200's 132 multiprocessors 16 at 512
-# tokens, 8 at 1,024 and 4 at 2,048 were best for a layer.
-SPARED = 64
-MOST_SPARED = 1 << 16
-_LEAST_KEPT = 8  # a product leaves one in so many multiprocessors at most
+# Making a matrix takes as long for any number of tokens, its product longer for more: an eighth of an H200's multiprocessors
+# was worth its while at 512 tokens.
+SPARING_UP_TO = 512
+MOST_SPARING = 1 << 16
+_SPARED = 8  # one in so many multiprocessors
 AHEAD, MOST_AHEAD = (
     1.25,
     8.0,
@@ -78,8 +78,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
     their own while the vendor's product works on the piece before. `plain_ahead`: a prompt's chunk has the plain weights of
     the next products made beside this one (kernels/plain_ahead.py), in memory for so many layers; 0: in turn; None:
-    `AHEAD` from compute capability 9.0 on. Not with `overlap_dequantising`. `spared`: there a product of T tokens leaves
-    spared / T of the multiprocessors to that, an eighth at most.
+    `AHEAD` from compute capability 9.0 on. Not with `overlap_dequantising`. `sparing_up_to`: of so many
+    tokens at most a product leaves an eighth of the multiprocessors to that.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -94,7 +94,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wide_up_to: int = WIDE_UP_TO
     overlap_dequantising: bool = False
     plain_ahead: float | None = None
-    spared: int = SPARED
+    sparing_up_to: int = SPARING_UP_TO
 
     @property
     def prompts(self) -> str:
@@ -111,8 +111,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def multiprocessors_of(self, tokens: int, multiprocessors: int) -> int:
         """That a product of so many tokens takes where the next matrices are made beside it; 0: all. Always in pairs, which
         blocks of the vendor's products are."""
-        spared = min(self.spared * multiprocessors // tokens, multiprocessors // _LEAST_KEPT) & ~1
-        return multiprocessors - spared if spared else 0
+        spared = multiprocessors // _SPARED & ~1
+        return multiprocessors - spared if spared and tokens <= self.sparing_up_to else 0
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
@@ -124,8 +124,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
             raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
-        if not 0 <= (self.plain_ahead or 0) <= MOST_AHEAD or not 0 <= self.spared <= MOST_SPARED:
-            raise ValueError(f"plain_ahead from 0 to {MOST_AHEAD}, spared from 0 to {MOST_SPARED}")
+        if not 0 <= (self.plain_ahead or 0) <= MOST_AHEAD or not 0 <= self.sparing_up_to <= MOST_SPARING:
+            raise ValueError(f"plain_ahead from 0 to {MOST_AHEAD}, sparing_up_to from 0 to {MOST_SPARING}")
 
     @property
     def defines(self) -> tuple[str, ...]:

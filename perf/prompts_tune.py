@@ -17,7 +17,7 @@ SURE = 97  # tokens: where the wide linear is not faster, it is not taken at all
 PROMPTS = (25, 49, SURE, 128, 192, 256, 384, 512, 768)
 LONG_PROMPT = 2048
 CHUNKS = (512, 1024, 2048)  # tokens of what prompts are read in
-SPARED_TRIED = (0, 64)
+SPARING_TRIED = (0, 512, 1024)
 _WORTH = 1.01
 
 
@@ -42,15 +42,15 @@ def ahead_for(chosen: Choice, device: torch.device, tell: Callable[[str], None])
         with using(tried):
             rows = list(measure_layers(CHUNKS, device, [route], parts=False))
         for row in rows:
-            spared = f", spared {tried.spared}" if route == "ahead" else ""
-            tell(f"{row.seconds * 1e6:8.2f} us  layer of {row.layer}, T {row.tokens}, {row.route}{spared}")
+            sparing = f", sparing up to {tried.sparing_up_to}" if route == "ahead" else ""
+            tell(f"{row.seconds * 1e6:8.2f} us  layer of {row.layer}, T {row.tokens}, {row.route}{sparing}")
         return math.exp(sum(math.log(row.seconds) for row in rows) / len(rows))
 
-    times = {spared: mean(replace(chosen, spared=spared), "ahead") for spared in SPARED_TRIED}
-    best = min(times, key=lambda spared: times[spared])
+    times = {most: mean(replace(chosen, sparing_up_to=most), "ahead") for most in SPARING_TRIED}
+    best = min(times, key=lambda most: times[most])
     if mean(chosen, "narrow") / times[best] <= _WORTH:
         return replace(chosen, plain_ahead=0)
-    return replace(chosen, plain_ahead=AHEAD, spared=best)
+    return replace(chosen, plain_ahead=AHEAD, sparing_up_to=best)
 
 
 def with_prompts(chosen: Choice, rows: Iterable[PrefillRow]) -> Choice:

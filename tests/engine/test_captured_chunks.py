@@ -166,7 +166,7 @@ def test_on_a_card_plain_weights_made_ahead_change_no_bit(tools, encoded, graphs
     """Chunks that multiply plain weights, in two lanes, captured and not, with the last ones of other lengths."""
     weights, runs = encoded.cuda(torch.device("cuda:0")), []
     for ahead in (0.0, 1.25):
-        with using(Choice(plain_ahead=ahead, spared=0)):
+        with using(Choice(plain_ahead=ahead, sparing_up_to=0)):
             engine = cuda_engine(
                 weights, drafts=2, lanes=2, prefill_chunk=128, max_context=320, graphs=graphs, int8=True
             )

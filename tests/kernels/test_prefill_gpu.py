@@ -251,20 +251,20 @@ def chain(x: torch.Tensor, layers: list[list], stop=lambda: None) -> list[torch.
         stop()
         x = (wide[:, :1024] / 32).half()
         x = (linear_block(x, output) / 32).half()
-        x = (linear_block(swiglu_block(x / 8, gate, up) / 4, down) / 64).half()
+        x = torch.tanh(linear_block(swiglu_block(x / 8, gate, up) / 4, down) / 64)  # so that nothing grows
         outs += [wide, x]
     assert torch.cuda.is_current_stream_capturing() or all(torch.isfinite(out).all() for out in outs)
     return outs
 
 
 @pytest.mark.parametrize("room", [2 * 4160 * 1024, 5 * 4160 * 1024, 4160 * 1024], ids=["two", "five", "one"])
-@pytest.mark.parametrize("spared", [0, 64])
+@pytest.mark.parametrize("spared", [0, 512])
 def test_weights_made_ahead_give_the_bits_of_those_in_turn(encode, room, spared):
     """Pass after pass, of several lengths, on a stream that goes first, and captured with a stop in every layer."""
     rng = np.random.default_rng(11)
     layers, x = layers_of(encode, rng, 4), activations("normal", 1024, rng, 300)
     ahead, stream = PlainAhead(room, x.device), torch.cuda.Stream(priority=-1)
-    with using(replace(WAYS["narrow"], spared=spared)):
+    with using(replace(WAYS["narrow"], sparing_up_to=spared)):
         expected = {tokens: chain(x[:tokens], layers) for tokens in (97, 200, 300)}
         if spared:  # the vendor may choose another product, so the first pass, in turn, says what is expected
             for tokens in expected:
@@ -319,14 +319,14 @@ def test_two_threads_each_with_weights_made_ahead(encode):
     rng = np.random.default_rng(12)
     layers = [layers_of(encode, rng, 2) for _ in range(2)]
     inputs = [activations("normal", 1024, rng, 200 + 56 * number) for number in range(2)]
-    with using(replace(WAYS["narrow"], spared=0)):
+    with using(replace(WAYS["narrow"], sparing_up_to=0)):
         expected = [chain(x, own) for x, own in zip(inputs, layers, strict=True)]
     torch.cuda.synchronize()
     begin = threading.Barrier(2, timeout=60)
 
     def work(number: int) -> list[list[torch.Tensor]]:
         ahead, stream, found = PlainAhead(2 * 4160 * 1024, inputs[0].device), torch.cuda.Stream(priority=-1), []
-        with torch.cuda.stream(stream), using(replace(WAYS["narrow"], spared=0)):
+        with torch.cuda.stream(stream), using(replace(WAYS["narrow"], sparing_up_to=0)):
             begin.wait()
             for _ in range(20):
                 with ahead.reading("chain"):

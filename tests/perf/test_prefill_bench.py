@@ -34,9 +34,9 @@ def test_tuning_takes_the_run_of_tokens_where_the_wide_linear_is_faster(faster, 
     assert (chosen.wide_from, chosen.wide_up_to, chosen.overlap_dequantising) == expected and chosen.blocks_a_sm == 2
 
 
-@pytest.mark.parametrize(("worth", "ahead", "spared"), [(0.9, tuning.AHEAD, 0), (0.995, 0, tuning.SPARED)])
-def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch, worth, ahead, spared):
-    own, lines = Choice(rows=16), []
+@pytest.mark.parametrize(("worth", "ahead", "sparing"), [(0.9, tuning.AHEAD, 512), (0.995, 0, 0)])
+def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch, worth, ahead, sparing):
+    own, lines = Choice(rows=16, sparing_up_to=0), []
 
     def prompts(tokens, device, routes):
         assert tuning._override.get() == own
@@ -50,15 +50,15 @@ def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch, worth, ah
         assert now.wide_up_to == 192 and not parts
         for count in tokens:
             for name, slow in (("attention in", 1.0), ("delta in", 2.0)):
-                seconds = slow * count * (1 if routes == ["narrow"] else worth + now.spared / 1000)
+                seconds = slow * count * (1 if routes == ["narrow"] else worth + abs(now.sparing_up_to - 512) / 10000)
                 yield LayerRow(name, count, routes[0], 1, seconds, 1.0, ())
 
     monkeypatch.setattr(prompts_tune, "measure_prefill", prompts)
     monkeypatch.setattr(prompts_tune, "measure_layers", layers)
     found = for_prompts(own, torch.device("cpu"), lines.append)
-    assert found == Choice(rows=16, wide_from=25, wide_up_to=192, plain_ahead=ahead, spared=spared)
-    assert len(lines) == 2 + 2 * len(PROMPTS) + 6 * 3 and "fp8 64 x 32, T 2048, beside" in lines[1]
-    assert "layer of delta in, T 2048, ahead, spared 64" in lines[-7]
+    assert found == Choice(rows=16, wide_from=25, wide_up_to=192, plain_ahead=ahead, sparing_up_to=sparing)
+    assert len(lines) == 2 + 2 * len(PROMPTS) + 6 * 4 and "fp8 64 x 32, T 2048, beside" in lines[1]
+    assert "layer of delta in, T 2048, ahead, sparing up to 1024" in lines[-7]
 
 
 def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):

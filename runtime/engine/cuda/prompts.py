@@ -43,7 +43,7 @@ class Prompts:
     @property
     def told(self) -> str:
         """What of this decides the rounding of a prompt's products, behind what the card's choice says of it."""
-        return f",ahead:{choice_on(self._device).spared}" if self.ahead else ""
+        return f",ahead:{choice_on(self._device).sparing_up_to}" if self.ahead else ""
 
     @contextmanager
     def stream(self) -> Iterator[None]:
