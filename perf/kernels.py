@@ -5,6 +5,7 @@ floor is a kernel that only reads as many bytes, measured in the same way at the
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 POOL_BYTES = 2 << 30
 MOST_COPIES = 64
 REPLAYS = 15
+WARM_SECONDS = 0.02
 PREFILL_COPIES = 8
 READ_THREADS = 512
 READ_BLOCKS_A_SM = (1, 2, 4)
@@ -118,17 +120,21 @@ def captured(launches: Sequence[Callable[[], object]], overlap: bool = False) ->
 
 def time_in_turn(graphs: Sequence[torch.cuda.CUDAGraph], launches: int) -> list[float]:
     """Median seconds a launch of graphs of `launches` launches each, replayed in turn: at the card's limit of power its clock
-    follows what ran before, which is so the same for all."""
+    follows what ran before, which is so the same for all. They run for a while before: a card that rested is slower at first."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times: list[list[float]] = [[] for _ in graphs]
-    for index in range(REPLAYS + 3):
+    ready = time.perf_counter() + WARM_SECONDS
+    passes = 0
+    while passes < REPLAYS:
+        warm = time.perf_counter() >= ready
         for graph, own in zip(graphs, times, strict=True):
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            if index >= 3:
+            if warm:
                 own.append(begin.elapsed_time(end) * 1e-3 / launches)
+        passes += warm
     return [statistics.median(own) for own in times]
 
 
