@@ -36,7 +36,7 @@ class Stream:
 @pytest.fixture
 def notes(monkeypatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
