@@ -1,6 +1,7 @@
 """Work captured in CUDA graphs: the first time it runs as it is written, from the second on as a graph, or as several with
 steps between them that run as they are written each time."""
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -106,7 +107,7 @@ class Graphs:
 
         stream = self._own_stream()
         try:
-            with torch.cuda.stream(stream), overlapping(False):
+            with torch.cuda.stream(stream), overlapping(False), _undisturbed():
                 begin()
                 try:
                     work(outside)
@@ -144,7 +145,7 @@ class Graphs:
         stream = self._own_stream()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), _undisturbed():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     with overlapping(self.overlap):
@@ -164,3 +165,15 @@ class Graphs:
 
 def _at_once(step: Step) -> None:
     step()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Within it no garbage is collected: among it may be graphs, and destroying one breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
