@@ -79,13 +79,17 @@ def enter(world: World, server: Server, phase: str) -> list[Reader]:
     """Bring a ready server into a phase; the answers that are open in it."""
     if phase == "idle":
         return []
+    assert world.expected  # or what times the fault would wait for it
     if phase == "prefill":
         readers = [Reader(server, world.body(PREFILL, long_prompt=True))]
         _wait_open(server, 1)
         time.sleep(random.uniform(0.2, 1.0))
         assert readers[0].pieces == 0, "the prompt was read too fast for this phase"
         return readers
-    count = 4 if phase == "queue" else 2
+    count = 2
+    if phase == "queue":
+        with server.client() as client:
+            count += int(client.get("/status").json()["server"]["lanes"])
     readers = [Reader(server, world.body()) for _ in range(count)]
     _wait_open(server, count)
     while sum(reader.pieces > 2 for reader in readers) < 2:
@@ -236,14 +240,19 @@ def rank_dies_at_first(victim: int, number: signal.Signals, phase: str) -> Calla
             else:
                 time.sleep(random.uniform(0, 0.1))
             os.kill(pids[victim], number)
-            bound = _SLACK + (WATCHDOG_SECONDS + 5 if number == signal.SIGSTOP else 0)
-            assert server.wait_exit(bound) == 1
-            words = "was killed by signal 9" if number == signal.SIGKILL else "has done nothing for"
-            assert f"rank {victim} {words}" in server.log, server.log
-            assert len([line for line in server.lines if line.startswith("duovolt:")]) == 1
-            left_nothing(server, pids)
+            ends_with_one_message(server, pids, victim, number, _SLACK)
 
     return run
+
+
+def ends_with_one_message(server: Server, pids: list[int], victim: int, number: signal.Signals, slack: float) -> None:
+    """Of a start in which rank `victim` was struck."""
+    bound = slack + (WATCHDOG_SECONDS + 5 if number == signal.SIGSTOP else 0)
+    assert server.wait_exit(bound) == 1
+    words = "was killed by signal 9" if number == signal.SIGKILL else "has done nothing for"
+    assert f"rank {victim} {words}" in server.log, server.log
+    assert len([line for line in server.lines if line.startswith("duovolt:")]) == 1
+    left_nothing(server, pids)
 
 
 def rank_dies_again(victim: int, number: signal.Signals, phase: str) -> Callable[[World], None]:
