@@ -217,6 +217,8 @@ def main() -> int:
             world = scripted_world(Path(folder), size=args.ranks)
         else:
             world = real_world(Path(folder), args.backend, args.serve.split(), args.ranks, args.dir, asks=False)
+        if not any(strike.needs_answers for strike in strikes):
+            world.shorten()
         Striking(world, report, args.seconds).run(strikes, args.jobs)
     print(table(report.entries))
     left = len(strikes) - len(report.entries)

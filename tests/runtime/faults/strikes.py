@@ -89,6 +89,12 @@ class Strike:
         return self.where in STARTING
 
     @property
+    def needs_answers(self) -> bool:
+        """It befalls answers in the making, which must be long enough for it."""
+        resting = (*STARTING, *RESTARTING, "idle", *_STAGES)
+        return self.who == "mixed" or self.where not in resting
+
+    @property
     def ends_server(self) -> bool:
         if self.who == "proxy":
             return self.what == "SIGKILL" or self.where == "drain"

@@ -59,7 +59,7 @@ def wait_ranks(world: World, server: Server, old: list[int] | None = None, secon
     """All ranks' pids, rank 0 first, once all processes are there, and none of them in `old`."""
     deadline = time.monotonic() + seconds
     while len(pids := [pid for pid in server.rank_pids() if pid not in (old or [])]) < world.size:
-        assert time.monotonic() < deadline, server.log
+        assert time.monotonic() < deadline and server.process.poll() is None, server.log
         time.sleep(0.002)
     return pids
 
@@ -345,6 +345,36 @@ def proxy_pauses(phase: str) -> Callable[[World], None]:
             server.wait_ready()
             serves(world, server)
             assert server.metric("restarts_total") == restarts
+            logs_agree(world, server.pid, server.metric("completion_tokens_total"))
+            ends_at_once(server)
+
+    return run
+
+
+def everything_pauses(phase: str) -> Callable[[World], None]:
+    """SIGSTOP to the proxy and its ranks for longer than anybody waits, then SIGCONT, as a container that is frozen or a
+    machine that sleeps: late, and whole. The ranks go on one after the other."""
+
+    def run(world: World) -> None:
+        with running(world) as server:
+            server.wait_ready()
+            readers = enter(world, server, phase)
+            pids = [server.pid, *wait_ranks(world, server)]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(WATCHDOG_SECONDS + 1)
+            for pid in random.sample(pids, len(pids)):
+                os.kill(pid, signal.SIGCONT)
+            for reader in readers:
+                reader.join(60)
+                whole(world, reader, world.long)
+            if phase == "drain":
+                assert server.wait_exit(_SLACK) == 0
+                left_nothing(server, pids)
+                logs_agree(world, server.pid, None)
+                return
+            serves(world, server)
+            assert server.metric("restarts_total") == 0
             logs_agree(world, server.pid, server.metric("completion_tokens_total"))
             ends_at_once(server)
 
