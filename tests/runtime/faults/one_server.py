@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ..conftest import Server, leftovers
@@ -128,6 +128,7 @@ class Striking:
 
     def __init__(self, world: World, report: Report, seconds: float) -> None:
         self._world, self._report, self._end = world, report, time.monotonic() + seconds
+        self._servers: list[Server] = []
         self._longest = {False: 0.0, True: 0.0}  # of a strike, of a start
 
     def run(self, strikes: Sequence[Strike], jobs: int = 1) -> None:
@@ -136,6 +137,13 @@ class Striking:
         asker = next((part for part in parts if not never_ready(part)), None)
         with ThreadPoolExecutor(jobs) as pool:
             running = [pool.submit(self._part, part, part is asker) for part in parts]
+            try:
+                wait(running)
+            except BaseException:  # servers are ended whatever ends this
+                self._end = 0.0
+                for server in self._servers:
+                    server.kill()
+                raise
         for one in running:
             one.result()
 
@@ -146,6 +154,7 @@ class Striking:
         before = small() if any(strike.who == "shm" for _, strike in part) else None
         dead = list(self._report.dead)
         with running(world, lanes=4, before=before, **doors(part)) as server:
+            self._servers.append(server)
             if part and part[0][1].before_ready and not self._befall(server, part[0][1]):
                 return
             if not never_ready(part):
@@ -200,7 +209,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the outcomes there, for the campaign's --add")
     parser.add_argument("--list", action="store_true", help="print what would befall which server, and end")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers are ended whatever ends this
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cards = args.backend == "cuda" and "cpu" not in args.serve
     try:
         strikes = [Strike.parse(text) for text in args.fault]
