@@ -125,7 +125,7 @@ def _measure(args: argparse.Namespace, machine: dict[str, str]) -> Record:
                         bar.write(f"{step.describe()}: first token {first:.2f} s, {rate:.1f} tok/s", file=sys.stderr)
         except (CheckFailed, EnvironmentFault) as error:
             kept = "" if args.out is None else f" What came before is in {args.out}: the same command goes on there."
-            raise type(error)(f"{error}{kept}") from None
+            raise type(error)(f"{str(error).rstrip('.')}.{kept}") from None
         finally:
             journal.close()
         return Record(matrix.head, matrix.answers)

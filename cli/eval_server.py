@@ -124,7 +124,7 @@ def run_server(args: argparse.Namespace, text: str) -> int:
                 write_result(args.out, result)
             finished = True
         except (CheckFailed, EnvironmentFault) as error:
-            raise type(error)(f"{error}{journal.hint}") from None
+            raise type(error)(f"{str(error).rstrip('.')}.{journal.hint}") from None
         finally:
             journal.close(finished=finished)
     finally:

@@ -15,7 +15,7 @@ from .mixed import mixed_requests
 from .one_server import Report, Striking, doors, most_valuable, servers
 from .ordered import door_opens, starts_oddly
 from .strikes import Strike
-from .trials import everything_dies, proxy_pauses, rank_dies
+from .trials import everything_dies, everything_pauses, proxy_pauses, rank_dies
 from .world import World, real_world, scripted_world
 
 
@@ -31,6 +31,7 @@ QUICK: dict[str, Callable[[World], None]] = {
     "three faults of one server": in_turn,
     "rank 1 stands still in decode": rank_dies(1, signal.SIGSTOP, "decode"),
     "the proxy stands still for a while": proxy_pauses("decode"),
+    "all stand still for a while": everything_pauses("decode"),
     "everything is killed five times": everything_dies,
     "rank 0 never gets ready": starts_oddly("0:1:never", "has done nothing for"),
     "rank 1 counts a wrong position": door_opens(
