@@ -77,9 +77,9 @@ def test_no_garbage_is_collected_within_a_capture(notes, monkeypatch, fault):
 
     for run in (graphs.run_parts, graphs.run):
         seen.clear()
-        run("a", work)
+        run(run, work)
         with contextlib.suppress(RuntimeError):  # then it runs as it is written, and fails again
-            run("a", work)
+            run(run, work)
         assert seen[:3] == [True, True, False] and gc.isenabled()
 
 
