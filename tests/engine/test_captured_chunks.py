@@ -1,18 +1,18 @@
 """A prompt's chunks that are captured: the bits of those that are not, in every lane, at every depth, beside others."""
 
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import torch
 
 from duovolt.kernels.module import PORTABLE, forced_arch
-from duovolt.runtime.engine.cuda.graphs import Graphs, Outside, Step
+from duovolt.kernels.tuning import Choice, using
 from duovolt.runtime.engine.cuda.layers import CapturedChunk
 from duovolt.runtime.messages import SamplingParams
 from duovolt.runtime.parallel.device import CpuDeviceCollective
 
 from ..support.cuda_models import TEXT, Encoded, cuda_engine, cut_weights, mixture
+from ..support.graphs import Failing, Written
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CHUNK = 64
@@ -22,28 +22,6 @@ PROMPTS = [[(7 * n + 3 * seed) % 160 for n in range(length)] for seed, length in
 @pytest.fixture(scope="module")
 def encoded(tools) -> Encoded:
     return Encoded(tools.source(seed=3, **TEXT), mixture)
-
-
-class Written(Graphs):
-    """Stands for captured work on a CPU: notes what ran, and lets the steps between graphs run in their place."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), enabled=False)
-        self.enabled = True
-        self.ran: list[Any] = []
-        self.steps = 0
-
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        work()
-
-    def run_parts(self, key: Hashable, work: Callable[[Outside], None], *, known: bool = False) -> None:
-        def outside(step: Step) -> None:
-            self.steps += 1
-            step()
-
-        self.ran.append(key)
-        assert known == (len(set(self.ran)) > 1)  # the first lane's first chunk loads what a capture must not
-        work(outside)
 
 
 def scores(run: Any) -> list[Any]:
@@ -117,13 +95,7 @@ def test_other_lengths_places_and_observers_are_read_as_written(tools, encoded):
 def test_a_capture_that_fails_costs_the_capture_alone(tools, encoded, capsys):
     """The chunk at hand is read as written, and so are those that follow, without the memory that graphs would have kept."""
 
-    class Failing(Written):
-        def run_parts(self, key: Hashable, work: Callable[[Outside], None], *, known: bool = False) -> None:
-            super().run_parts(key, work, known=known)
-            if len(self.ran) == 2:
-                self.parts_fault = "no memory is left"
-
-    weights, runs, graphs = encoded.cuda(), [], Failing()
+    weights, runs, graphs = encoded.cuda(), [], Failing(at=2)
     for failing in (False, True):
         engine = cuda_engine(weights, drafts=2, prefill_chunk=CHUNK, max_context=320)
         if failing:
@@ -156,5 +128,27 @@ def test_on_a_card_captured_chunks_have_the_bits_of_those_that_are_not(tools, en
             parts.append({key[1] for key in executor._graphs._parts})
             assert all(isinstance(chunk, CapturedChunk) for chunk in executor.model._chunks.values())
     assert parts == [set(), {0, 1}]
+    for run in runs[1:]:
+        assert run.tokens == runs[0].tokens and scores(run) == scores(runs[0])
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(True, marks=needs_gpu), pytest.param(False, marks=needs_gpu)])
+def test_on_a_card_plain_weights_made_ahead_change_no_bit(tools, encoded, graphs):
+    """Chunks that multiply plain weights, in two lanes, captured and not, with the last ones of other lengths."""
+    weights, runs = encoded.cuda(torch.device("cuda:0")), []
+    for ahead in (0.0, 1.25):
+        with using(Choice(plain_ahead=ahead, sparing_up_to=0)):
+            engine = cuda_engine(
+                weights, drafts=2, lanes=2, prefill_chunk=128, max_context=320, graphs=graphs, int8=True
+            )
+            executor = engine.executor
+            assert executor.model.prompts.ahead == bool(ahead)
+            executor.warm(chunk=128)
+            for _ in range(3):
+                runs.append(tools.drive(engine, *asked(tools)))
+                held = torch.cuda.memory_reserved()
+            runs.append(tools.drive(engine, *asked(tools)))
+            assert torch.cuda.memory_reserved() == held  # nothing grows from chunk to chunk
+            assert executor._graphs.fault is None and executor._graphs.parts_fault is None
     for run in runs[1:]:
         assert run.tokens == runs[0].tokens and scores(run) == scores(runs[0])
