@@ -130,7 +130,9 @@ def _parent(pid: int) -> int | None:
 def gone(pid: int) -> bool:
     with contextlib.suppress(OSError):
         ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        return ended and len(os.listdir(f"/proc/{pid}/task")) == 1  # a driver may hold other threads for a while
+        return (
+            ended and len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+        )  # a driver may hold other threads for a while
     return True
 
 
