@@ -148,3 +148,28 @@ def test_default_rings_fit_every_card_that_has_them():
 )
 def test_what_rounds_a_prompt_differently_is_told_apart(chosen, words):
     assert chosen.prompts == words
+
+
+def test_plain_weights_are_made_ahead_where_that_was_measured_or_a_choice_says_so():
+    for capability, layers in (((7, 0), 0), ((8, 9), 0), ((9, 0), tuning.AHEAD), ((12, 0), tuning.AHEAD)):
+        assert Choice().layers_ahead(capability) == layers
+        assert Choice(plain_ahead=2.0).layers_ahead(capability) == 2 and not Choice(plain_ahead=0).layers_ahead(
+            capability
+        )
+        assert not Choice(overlap_dequantising=True).layers_ahead(capability)
+        assert not Choice(plain_ahead=2.0, overlap_dequantising=True).layers_ahead(capability)
+    for wrong in (
+        {"plain_ahead": -1.0},
+        {"plain_ahead": 9.0},
+        {"plain_ahead": float("nan")},
+        {"sparing_up_to": -1},
+        {"sparing_up_to": 1 << 17},
+    ):
+        with pytest.raises(ValueError, match="plain_ahead from 0 to 8"):
+            msgspec.convert(wrong, Choice)
+
+
+def test_a_product_of_few_tokens_leaves_an_eighth_of_the_multiprocessors_in_pairs():
+    kept = [Choice(sparing_up_to=512).multiprocessors_of(tokens, 132) for tokens in (97, 512, 513, 2048)]
+    assert kept == [116, 116, 0, 0] and Choice().multiprocessors_of(512, 132) == 116
+    assert Choice(sparing_up_to=0).multiprocessors_of(100, 132) == 0 and Choice().multiprocessors_of(512, 15) == 0
