@@ -50,6 +50,8 @@ WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weight
 # Off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100.
 WIDE_UP_TO = 0
 MOST_WIDE = 4096
+AHEAD_SHARE = 0.4  # of the second-level cache
+MOST_AHEAD = 256
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +64,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what the rest costs, with wrong results.
     `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), where rings, rows and blocks are its own;
     off, they go as the others do, with other bits.
+    `ahead`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: as many as are
+    two fifths of it.
     `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
@@ -76,6 +80,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
     mixed_stages: int = MIXED_STAGES
     slices: bool = True
+    ahead: int | None = None
     early: frozenset[Literal["exchange"]] = frozenset()
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
@@ -95,6 +100,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}, half_stages for {', '.join(HALF_STAGES)}; "
                 f"blocks_a_sm up to {MOST_BLOCKS}"
             )
+        if self.ahead is not None and not 0 <= self.ahead <= MOST_AHEAD:
+            raise ValueError(f"ahead from 0 to {MOST_AHEAD} megabytes")
         if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
             raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
 
@@ -218,6 +225,21 @@ def choice_on(device: torch.device) -> Choice:
 @functools.cache
 def _stored(device: int) -> Choice:
     return read().get(torch.cuda.get_device_name(device), Choice())
+
+
+def ahead_bytes(device: torch.device) -> int:
+    """Of the next product's weights that an exchange asks for."""
+    chosen = choice_on(device).ahead
+    if chosen is not None:
+        return chosen * 1_000_000
+    if device.type != "cuda":
+        return 0
+    return _cached_share(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cached_share(device: int) -> int:
+    return int(AHEAD_SHARE * torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 @functools.cache

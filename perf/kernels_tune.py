@@ -58,7 +58,7 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
         return found
 
     kept = choice_on(device)  # exchanges are not tried here, and stay as they were chosen
-    best, everything = Choice(early=kept.early), tuple(sets)
+    best, everything = Choice(early=kept.early, ahead=kept.ahead), tuple(sets)
 
     def settle(names: tuple[str, ...], choices: list[Choice]) -> Choice:
         return min(choices, key=lambda one: mean(one, names))

@@ -4,6 +4,7 @@
 // the step: a rank pushes step s + 2 after a kernel that has seen the peer's step s + 1, which the peer pushed after its
 // kernel of step s had ended. The step stands in device memory and is advanced by the kernel, so that a graph's replays
 // advance it. A wait that expires poisons the link: from then on nothing is pushed, nothing awaited, and outputs are NaN.
+#include "ahead.cuh"
 #include "link.cuh"
 #include "norm_row.cuh"
 
@@ -91,10 +92,10 @@ __device__ __forceinline__ void refresh(const Link &link, const Turn &turn, int 
     }
 }
 
-// Lets the step go on, once every thread of the block has read it.
-__device__ __forceinline__ void advance(const Link &link, const Turn &turn) {
+// Lets the step go on, once every thread of the block has read it; `blocks`: that exchange, the first of the grid.
+__device__ __forceinline__ void advance(const Link &link, const Turn &turn, int blocks) {
     __syncthreads();
-    for (int c = blockIdx.x + threadIdx.x * gridDim.x; c < kCounters; c += gridDim.x * blockDim.x) {
+    for (int c = blockIdx.x + threadIdx.x * blocks; c < kCounters; c += blocks * blockDim.x) {
         set(link.state->steps + c, following(turn.step));
     }
 }
@@ -111,7 +112,7 @@ __device__ __forceinline__ void send(const Link &link, const Turn &turn, int wor
         }
         refresh(link, turn, words, sent);
     }
-    advance(link, turn);
+    advance(link, turn, gridDim.x);
 }
 
 __device__ __forceinline__ bool has_come(const Turn &turn, Word word) {
@@ -219,17 +220,22 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
         [&](int i) { write(out + i, float2{lost, lost}); });
 }
 
-// One block a row: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
+// One block a row, and blocks behind those that ask for what the next launch reads, while words travel: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
 // part: fp16 [T, columns]; x: FP32 [T, columns], one row every x_stride; half_out: fp16 likewise.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
-                        unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
+                        unsigned short *half_out, int half_stride, int *overflows, int rows, int columns, float eps,
+                        Ahead ahead) {
     __shared__ __align__(16) float scratch[kRowWarps];
     const int row = blockIdx.x, quads = columns / 4, words = 2 * quads;
     if (link.early) { // a product comes next, whose weights can come while words travel
         admit_next();
     }
     await_previous();
+    if (row >= rows) { // not before: until then the launch before keeps the memory busy
+        ask_ahead(ahead, row - rows, gridDim.x - rows);
+        return;
+    }
     const Turn turn = begin(link);
     const size_t base = static_cast<size_t>(row) * words; // a row's first pairs of each quad, then its second ones
     const uint2 *own = part + static_cast<size_t>(row) * quads;
@@ -250,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
                 push(turn.out + base + quads + quad, mine[k].y, sent);
             }
         }
-        refresh(link, turn, gridDim.x * words, sent);
+        refresh(link, turn, rows * words, sent);
     }
     float4 values[kRowQuads], weights[kRowQuads]; // they come while the words travel
 #pragma unroll
@@ -259,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
         values[k] = quad < quads ? read(stream + quad) : float4{};
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
-    advance(link, turn);
+    advance(link, turn, rows);
     const float lost = __uint_as_float(kNothing);
     wait_far(link, turn, static_cast<int>(base) + words - 1);
     Word found[2 * kRowQuads];

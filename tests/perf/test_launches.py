@@ -1,6 +1,7 @@
 """`bench launches`: every kernel of a round is set up at its real shape; forecasts take what was measured."""
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace as with_field
 from pathlib import Path
@@ -55,7 +56,14 @@ class Halves:
         out.copy_(torch.cat((part, part), dim=1))
 
     def _reduce_norm(
-        self, part: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, overflows: Any
+        self,
+        part: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        overflows: Any,
+        then: Sequence[Any] = (),
     ) -> None:
         norm.rms_norm_reference(x, weight, eps, delta=2 * part.float(), out=out, overflows=overflows)
 
