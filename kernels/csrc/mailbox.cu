@@ -92,10 +92,10 @@ __device__ __forceinline__ void refresh(const Link &link, const Turn &turn, int 
     }
 }
 
-// Lets the step go on, once every thread of the block has read it; `blocks`: that exchange, the first of the grid.
-__device__ __forceinline__ void advance(const Link &link, const Turn &turn, int blocks) {
+// Lets the step go on, once every thread of the block has read it.
+__device__ __forceinline__ void advance(const Link &link, const Turn &turn) {
     __syncthreads();
-    for (int c = blockIdx.x + threadIdx.x * blocks; c < kCounters; c += blocks * blockDim.x) {
+    for (int c = blockIdx.x + threadIdx.x * gridDim.x; c < kCounters; c += gridDim.x * blockDim.x) {
         set(link.state->steps + c, following(turn.step));
     }
 }
@@ -112,7 +112,7 @@ __device__ __forceinline__ void send(const Link &link, const Turn &turn, int wor
         }
         refresh(link, turn, words, sent);
     }
-    advance(link, turn, gridDim.x);
+    advance(link, turn);
 }
 
 __device__ __forceinline__ bool has_come(const Turn &turn, Word word) {
@@ -220,7 +220,8 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
         [&](int i) { write(out + i, float2{lost, lost}); });
 }
 
-// One block a row, and blocks behind those that ask for what the next launch reads, while words travel: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
+// One block a row: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
+// Blocks behind those ask for what the next launch reads, while words travel.
 // part: fp16 [T, columns]; x: FP32 [T, columns], one row every x_stride; half_out: fp16 likewise.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
@@ -231,12 +232,15 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     if (link.early) { // a product comes next, whose weights can come while words travel
         admit_next();
     }
-    await_previous();
-    if (row >= rows) { // not before: until then the launch before keeps the memory busy
-        ask_ahead(ahead, row - rows, gridDim.x - rows);
+    await_previous(); // no block asks before: until then the launch before keeps the memory busy
+    const Turn turn = begin(link);
+    if (row >= rows) {
+        advance(link, turn);
+        const Word *last = turn.in + rows * words - 1; // once it is there, asking would only make the launch longer
+        ask_ahead(ahead, row - rows, gridDim.x - rows,
+                  [&] { return !link.far && (turn.dead || has_come(turn, look(last))); });
         return;
     }
-    const Turn turn = begin(link);
     const size_t base = static_cast<size_t>(row) * words; // a row's first pairs of each quad, then its second ones
     const uint2 *own = part + static_cast<size_t>(row) * quads;
     float4 *stream = reinterpret_cast<float4 *>(x + static_cast<size_t>(row) * x_stride);
@@ -265,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
         values[k] = quad < quads ? read(stream + quad) : float4{};
         weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
     }
-    advance(link, turn, rows);
+    advance(link, turn);
     const float lost = __uint_as_float(kNothing);
     wait_far(link, turn, static_cast<int>(base) + words - 1);
     Word found[2 * kRowQuads];
