@@ -50,7 +50,9 @@ WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weight
 # Off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100.
 WIDE_UP_TO = 0
 MOST_WIDE = 4096
-AHEAD_SHARE = 0.4  # of the second-level cache
+# Of the next product's weights: half of the second-level cache, at most so many bytes, from where on rounds that overlap gained
+# less on an H200 (docs/collectives.md).
+AHEAD_SHARE, AHEAD_BYTES = 0.5, 16_000_000
 MOST_AHEAD = 256
 
 
@@ -64,8 +66,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what the rest costs, with wrong results.
     `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), where rings, rows and blocks are its own;
     off, they go as the others do, with other bits.
-    `ahead`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: as many as are
-    two fifths of it.
+    `ahead`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: half of it, at
+    most 16; 0: none.
     `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
@@ -239,7 +241,7 @@ def ahead_bytes(device: torch.device) -> int:
 
 @functools.cache
 def _cached_share(device: int) -> int:
-    return int(AHEAD_SHARE * torch.cuda.get_device_properties(device).L2_cache_size)
+    return min(AHEAD_BYTES, int(AHEAD_SHARE * torch.cuda.get_device_properties(device).L2_cache_size))
 
 
 @functools.cache
