@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError
 from ..perf.materials import MATERIALS
 from ..perf.serve_record import Record, Settings, read_record
 from ..runtime.proxy.key import read_key
@@ -123,6 +123,9 @@ def _measure(args: argparse.Namespace, machine: dict[str, str]) -> Record:
                     if not args.quiet and not args.json:
                         first, rate = found[0].first_ms / 1e3, found[0].rate or 0.0
                         bar.write(f"{step.describe()}: first token {first:.2f} s, {rate:.1f} tok/s", file=sys.stderr)
+        except (CheckFailed, EnvironmentFault) as error:
+            kept = "" if args.out is None else f" What came before is in {args.out}: the same command goes on there."
+            raise type(error)(f"{str(error).rstrip('.')}.{kept}") from None
         finally:
             journal.close()
         return Record(matrix.head, matrix.answers)

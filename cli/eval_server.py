@@ -9,14 +9,15 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from ..checkpoint.errors import InputError
+from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError
 from ..perf.graded.asking import ask_all
 from ..perf.graded.items import KINDS, Item, kind_of, needles, read_items
+from ..perf.graded.journal import Head, Journal
 from ..perf.graded.report import comparison, facts, table
 from ..perf.graded.result import CoarseDivergence, Outcome, Result, TextScore, now, pair, read_result, write_result
 from ..perf.graded.sandbox import confinement
 from ..perf.quality import documents
-from ..perf.serve_matrix import ask_server
+from ..perf.serve_matrix import Server, ask_server
 from ..perf.serve_stream import Endpoint
 from ..perf.served_divergence import against_directory, against_server
 from ..perf.served_text import NoEcho, TextServer, score_text, total
@@ -27,6 +28,16 @@ from .progress import byte_bar
 
 WEB = ("http://", "https://")
 PARTS = ("text", "graded")
+_COMPUTES = (
+    "conversion_id",
+    "recipe",
+    "backend",
+    "ranks",
+    "kv",
+    "attention",
+    "delta",
+    "prompts",
+)  # what our server tells of it
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +70,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     graded.add_argument(
         "--silence-seconds", type=decimal, default=600.0, metavar="S", help="give up after (default: 600)"
     )
-    graded.add_argument("--out", type=Path, metavar="FILE", help="also keep the result there")
+    graded.add_argument(
+        "--out", type=Path, metavar="FILE", help="also keep the result there; answers of a run that broke off, too"
+    )
     graded.add_argument(
         "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two such files; 1 if AFTER is worse"
     )
@@ -94,35 +107,57 @@ def run_server(args: argparse.Namespace, text: str) -> int:
     items: list[Item] = []
     if "graded" in (args.what or PARTS):
         items = [item for item in read_items(args.items) if kind_of(item) in args.kinds]
-    endpoint = Endpoint(args.url, read_key(args.api_key_file), args.silence_seconds)
-    try:
-        server = ask_server(endpoint, args.model)
-        skipped: list[str] = []
-        score, divergence = None, None
-        if "text" in (args.what or PARTS):
-            try:
-                score, divergence = _text(args, endpoint, server.model, server.max_context, text)
-            except NoEcho as error:
-                if args.what is not None or args.against is not None:  # it was asked for by name
-                    raise InputError(f"{error}; --what graded measures the rest.") from None
-                _say(args, skipped, f"text: {error}")
-        graded, sandbox = _graded(args, endpoint, server.model, server.max_context, items, skipped)
-    finally:
-        endpoint.close()
-    date, version = now()
     settings = {
         "answer_tokens": str(args.answer_tokens), "thinking": str(not args.no_thinking), "temperature": "0",
         "window": str(args.window),
     }  # fmt: skip
-    told = server.facts | server.machine
-    result = Result(date, version, server.model, told, settings, score, divergence, graded, sandbox, skipped)
-    if args.out is not None:
-        write_result(args.out, result)
+    endpoint = Endpoint(args.url, read_key(args.api_key_file), args.silence_seconds)
+    try:
+        server = ask_server(endpoint, args.model)
+        told = {name: server.facts[name] for name in _COMPUTES if name in server.facts}
+        keeps = args.out is not None and "graded" in (args.what or PARTS)
+        journal = Journal(args.out if keeps else None, Head(server.model, told, settings))
+        finished = False
+        try:
+            result = _measured(args, endpoint, server, settings, items, text, journal)
+            if args.out is not None:
+                write_result(args.out, result)
+            finished = True
+        except (CheckFailed, EnvironmentFault) as error:
+            raise type(error)(f"{str(error).rstrip('.')}.{journal.hint}") from None
+        finally:
+            journal.close(finished=finished)
+    finally:
+        endpoint.close()
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(result), indent=1).decode())
     elif not args.quiet:
         print(table(result))
     return 0
+
+
+def _measured(
+    args: argparse.Namespace,
+    endpoint: Endpoint,
+    server: Server,
+    settings: dict[str, str],
+    items: list[Item],
+    text: str,
+    journal: Journal,
+) -> Result:
+    skipped: list[str] = []
+    score, divergence = None, None
+    if "text" in (args.what or PARTS):
+        try:
+            score, divergence = _text(args, endpoint, server.model, server.max_context, text)
+        except NoEcho as error:
+            if args.what is not None or args.against is not None:  # it was asked for by name
+                raise InputError(f"{error}; --what graded measures the rest.") from None
+            _say(args, skipped, f"text: {error}")
+    graded, sandbox = _graded(args, endpoint, server.model, server.max_context, items, skipped, journal)
+    date, version = now()
+    told = server.facts | server.machine
+    return Result(date, version, server.model, told, settings, score, divergence, graded, sandbox, skipped)
 
 
 def _say(args: argparse.Namespace, skipped: list[str], reason: str) -> None:
@@ -157,6 +192,7 @@ def _graded(
     limit: int | None,
     items: list[Item],
     skipped: list[str],
+    journal: Journal,
 ) -> tuple[list[Outcome], str]:
     """(outcomes, how code was confined)."""
     asked: list[tuple[str, Item]] = [(kind_of(item), item) for item in items]
@@ -172,7 +208,9 @@ def _graded(
     silent = args.quiet or not sys.stderr.isatty()
     with tqdm(total=len(asked), desc="eval questions", unit="question", leave=False, disable=silent) as bar:
         found, refused = ask_all(
-            endpoint, model, asked, args.answer_tokens, not args.no_thinking, lambda outcome: bar.update() and None
+            *(endpoint, model, asked, args.answer_tokens, not args.no_thinking),
+            lambda outcome: bar.update() and None,
+            journal,
         )
     for reason in refused:
         _say(args, skipped, reason)

@@ -4,6 +4,7 @@ What our server says of itself (`duovolt` in the last chunk: drafts, cache) is u
 acceptance and rounds stay unknown.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     duovolt: _Timings | None = None
+    error: Any = None  # what a server sends when the answer cannot go on
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ class _Reading:
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             shown = data[:_SHOWN].decode(errors="replace")
             raise CheckFailed(f"the server sent {shown!r}, which is no piece of a chat answer.") from None
+        if chunk.error is not None:
+            raise CheckFailed(f"the server broke the answer off: {_message(chunk.error)}")
         self.usage = chunk.usage or self.usage
         self.timings = chunk.duovolt or self.timings
         for choice in chunk.choices:
@@ -220,12 +224,14 @@ def _refusal(response: httpx.Response) -> InputError | CheckFailed:
         raw += piece
         if len(raw) > 1 << 16:
             break
-    message = raw[:_SHOWN].decode(errors="replace")
-    try:
-        error = msgspec.json.decode(raw).get("error")
-        message = str(error["message"] if isinstance(error, dict) else error)[: 2 * _SHOWN]
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, AttributeError, KeyError):
-        pass
-    printable = "".join(c if c.isprintable() else " " for c in message)
+    message: Any = raw[:_SHOWN].decode(errors="replace")
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError, TypeError, KeyError):
+        message = msgspec.json.decode(raw)["error"]
     kind = InputError if response.status_code < 500 else CheckFailed
-    return kind(f"the server answered {response.status_code}: {printable}")
+    return kind(f"the server answered {response.status_code}: {_message(message)}")
+
+
+def _message(error: Any) -> str:
+    """The words of an error, of whatever shape, as one line."""
+    words = error.get("message", error) if isinstance(error, dict) else error
+    return "".join(c if c.isprintable() else " " for c in str(words)[: 2 * _SHOWN])

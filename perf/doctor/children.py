@@ -74,6 +74,8 @@ def load(
             for card, mine in zip(cards, samples, strict=True):
                 if (found := sample(card, passed)) is not None:
                     mine.append(found)
+            if any(process.poll() for process in processes):
+                break  # one has died: what the others would still show is not the load that was asked for
             tell(passed)
             time.sleep(min(_SAMPLE_SECONDS, max(0.0, seconds - passed)))
         for card, process in zip(cards, processes, strict=True):

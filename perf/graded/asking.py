@@ -8,6 +8,7 @@ from ...checkpoint.errors import CheckFailed, InputError, one_line
 from ..serve_stream import Endpoint
 from .grade import grade
 from .items import Item, digest_of
+from .journal import Journal
 from .result import Outcome
 
 
@@ -58,18 +59,25 @@ def ask_all(
     tokens: int,
     thinking: bool,
     told: Callable[[Outcome], None],
+    journal: Journal,
 ) -> tuple[list[Outcome], list[str]]:
-    """(outcomes, what was left out and why): a needle that the server finds too long is left out, any other refusal raises."""
+    """(outcomes, what was left out and why): a needle that the server finds too long is left out, any other refusal raises.
+
+    What the journal holds is not asked again.
+    """
     found: list[Outcome] = []
     skipped: list[str] = []
     for kind, item in items:
+        known = journal.done.get((item.id, digest_of(item)))
         try:
-            outcome = ask_one(endpoint, model, item, kind, tokens, thinking)
+            outcome = known or ask_one(endpoint, model, item, kind, tokens, thinking)
         except InputError as error:
             if kind != "needle":
                 raise
             skipped.append(f"{item.id}: {error}")
             continue
+        if known is None:
+            journal.add(outcome)
         found.append(outcome)
         told(outcome)
     return found, skipped

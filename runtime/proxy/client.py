@@ -82,7 +82,11 @@ class ChatClient:
 
 
 def converse(client: ChatClient, system: str | None, once: str | None, quiet: bool) -> int:
-    """One question, or questions from the terminal until end of input; the exit code."""
+    """One question, or questions until the end of input; the exit code.
+
+    An answer that is refused or broken off does not end the conversation: of a terminal's the code is 0 then, of a pipe's
+    that of the last such fault.
+    """
     history: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     if system is not None:
         _check_text(system, "--system")
@@ -92,6 +96,7 @@ def converse(client: ChatClient, system: str | None, once: str | None, quiet: bo
         return 0
     if not quiet:
         print("Ctrl-D ends, Ctrl-C stops an answer.", file=sys.stderr)
+    code = 0
     while (question := _read_question()) is not None:
         if not question.strip():
             continue
@@ -101,10 +106,11 @@ def converse(client: ChatClient, system: str | None, once: str | None, quiet: bo
         except KeyboardInterrupt:
             history.pop()
             print("\n(stopped)", file=sys.stderr)
-        except InputError as error:
+        except (InputError, CheckFailed) as error:
             history.pop()
             print(f"duovolt: {error}", file=sys.stderr)
-    return 0
+            code = error.exit_code
+    return 0 if sys.stdin.isatty() else code
 
 
 def answer(client: ChatClient, messages: list[dict[str, str]], quiet: bool) -> str:
@@ -112,7 +118,7 @@ def answer(client: ChatClient, messages: list[dict[str, str]], quiet: bool) -> s
     dim, plain = (_DIM, _PLAIN) if sys.stderr.isatty() else ("", "")
     text, thinking, finish = "", False, None
     timings: Timings | None = None
-    for chunk in client.stream(messages):
+    for chunk in _to_its_end(client.stream(messages)):
         timings = chunk.duovolt or timings
         choice = chunk.choices[0] if chunk.choices else Choice(Delta())
         finish = choice.finish_reason or finish
@@ -133,6 +139,19 @@ def answer(client: ChatClient, messages: list[dict[str, str]], quiet: bool) -> s
     if timings and not quiet:
         print(f"{dim}({describe(timings)}){plain}", file=sys.stderr, flush=True)
     return text
+
+
+def _to_its_end(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """An answer that breaks off ends its line: the message stands on one of its own."""
+    begun = False
+    try:
+        for chunk in chunks:
+            yield chunk
+            begun = begun or any(choice.delta.content for choice in chunk.choices)
+    except (CheckFailed, EnvironmentFault):
+        if begun:
+            print(flush=True)
+        raise
 
 
 def describe(timings: Timings) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-MOST_A_LOOK = 0.5  # seconds
+from ..parallel.waiting import MOST_A_LOOK
 
 
 class Silence:

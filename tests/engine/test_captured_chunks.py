@@ -1,18 +1,17 @@
 """A prompt's chunks that are captured: the bits of those that are not, in every lane, at every depth, beside others."""
 
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import torch
 
 from duovolt.kernels.module import PORTABLE, forced_arch
-from duovolt.runtime.engine.cuda.graphs import Graphs, Outside, Step
 from duovolt.runtime.engine.cuda.layers import CapturedChunk
 from duovolt.runtime.messages import SamplingParams
 from duovolt.runtime.parallel.device import CpuDeviceCollective
 
 from ..support.cuda_models import TEXT, Encoded, cuda_engine, cut_weights, mixture
+from ..support.graphs import Failing, Written
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CHUNK = 64
@@ -22,28 +21,6 @@ PROMPTS = [[(7 * n + 3 * seed) % 160 for n in range(length)] for seed, length in
 @pytest.fixture(scope="module")
 def encoded(tools) -> Encoded:
     return Encoded(tools.source(seed=3, **TEXT), mixture)
-
-
-class Written(Graphs):
-    """Stands for captured work on a CPU: notes what ran, and lets the steps between graphs run in their place."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), enabled=False)
-        self.enabled = True
-        self.ran: list[Any] = []
-        self.steps = 0
-
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        work()
-
-    def run_parts(self, key: Hashable, work: Callable[[Outside], None], *, known: bool = False) -> None:
-        def outside(step: Step) -> None:
-            self.steps += 1
-            step()
-
-        self.ran.append(key)
-        assert known == (len(set(self.ran)) > 1)  # the first lane's first chunk loads what a capture must not
-        work(outside)
 
 
 def scores(run: Any) -> list[Any]:
@@ -117,13 +94,7 @@ def test_other_lengths_places_and_observers_are_read_as_written(tools, encoded):
 def test_a_capture_that_fails_costs_the_capture_alone(tools, encoded, capsys):
     """The chunk at hand is read as written, and so are those that follow, without the memory that graphs would have kept."""
 
-    class Failing(Written):
-        def run_parts(self, key: Hashable, work: Callable[[Outside], None], *, known: bool = False) -> None:
-            super().run_parts(key, work, known=known)
-            if len(self.ran) == 2:
-                self.parts_fault = "no memory is left"
-
-    weights, runs, graphs = encoded.cuda(), [], Failing()
+    weights, runs, graphs = encoded.cuda(), [], Failing(at=2)
     for failing in (False, True):
         engine = cuda_engine(weights, drafts=2, prefill_chunk=CHUNK, max_context=320)
         if failing:

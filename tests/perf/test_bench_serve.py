@@ -153,6 +153,10 @@ class Other(BaseHTTPRequestHandler):
             yield b"<html>"
         if self.answer == "short":
             return
+        if self.answer == "dies":
+            yield json.dumps({"choices": [{"delta": {"content": "x"}}]}).encode()
+            yield json.dumps({"error": {"message": "rank 1 was\nkilled", "type": "server_error"}}).encode()
+            return
         for _ in range(body["max_tokens"] if self.answer != "nothing" else 0):
             yield json.dumps({"choices": [{"delta": {"content": "x"}}]}).encode()
         yield json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}).encode()
@@ -205,6 +209,7 @@ def test_any_other_server_is_measured_without_what_it_does_not_tell(
         ("refused", 2, "400: unknown field ignore_eos"),
         ("garbage", 1, "no piece of a chat answer"),
         ("short", 1, "ended without saying why"),
+        ("dies", 1, "duovolt: the server broke the answer off: rank 1 was killed.\n"),
         ("nothing", 1, "ended without a token"),
         ("no usage", 1, "does not tell usage"),
     ],
@@ -216,6 +221,30 @@ def test_servers_that_do_otherwise_are_named_in_one_line(
     assert main([*COMMAND, other]) == code
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_run_whose_server_broke_off_goes_on(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, events = tmp_path / "run.jsonl", Other.events
+
+    def dies_at_the_second(self: Other, body: dict[str, Any]) -> Iterator[bytes]:
+        Other.answer = "dies" if read_record(out).answers else "good"
+        return events(self, body)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Other, "events", dies_at_the_second)
+        assert main([*COMMAND, other, "--out", str(out)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == (
+        f"duovolt: the server broke the answer off: rank 1 was killed. What came before is in {out}: the same command goes on "
+        "there."
+    )
+    before = read_record(out).answers
+    assert [answer.mode for answer in before] == ["cold"]
+    Other.answer = "good"
+    assert main([*COMMAND, other, "--out", str(out)]) == 0
+    assert [answer.mode for answer in read_record(out).answers] == ["cold", "cached"]
 
 
 def test_a_line_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch, other: str) -> None:

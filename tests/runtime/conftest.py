@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -145,7 +146,7 @@ def wait_gone(pids: list[int], seconds: float) -> float:
 def leftovers(pid: int) -> list[str]:
     """Files and folders that carry the pid of a server."""
     found = [str(path) for path in Path("/dev/shm").iterdir() if f"duovolt-{pid}-" in path.name]
-    for base in filter(None, (os.environ.get("XDG_RUNTIME_DIR"), "/tmp")):
+    for base in {os.environ.get("XDG_RUNTIME_DIR") or "/tmp", tempfile.gettempdir(), "/tmp"}:
         if Path(base).is_dir():
             found += [str(path) for path in Path(base).iterdir() if f"duovolt-{pid}-" in path.name]
     return found

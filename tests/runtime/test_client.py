@@ -1,11 +1,14 @@
 """The terminal client: timings in words, and one message for whatever a server sends."""
 
+import io
+import json
+
 import httpx
 import pytest
 
 from duovolt.checkpoint.errors import CheckFailed, DuovoltError
 from duovolt.cli.main import main
-from duovolt.runtime.proxy.client import ChatClient, Timings, answer, describe
+from duovolt.runtime.proxy.client import ChatClient, Timings, answer, converse, describe
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,40 @@ def test_refusals_in_any_shape_are_one_message(status: int, body: str, words: st
         answer(against(status, body), [], quiet=True)
     assert words in str(failure.value)
     assert failure.value.exit_code == code
+
+
+@pytest.mark.parametrize(("terminal", "code"), [(True, 0), (False, 1)])
+def test_a_conversation_outlives_an_answer_that_broke_off(
+    terminal: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its question is forgotten; the next one follows what came before."""
+    piece = 'data: {"choices": [{"delta": {"content": "hello"}%s}]}\n\n'
+    whole = piece % ', "finish_reason": "stop"'
+    replies = [
+        httpx.Response(200, text=whole),
+        httpx.Response(200, text=piece % "" + 'data: {"error": {"message": "rank 1 was killed."}}\n\n'),
+        httpx.Response(503, text='{"error": {"message": "the ranks are not ready"}}'),
+        httpx.Response(200, text=whole),
+    ]
+    asked: list[list[str]] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        asked.append([message["content"] for message in json.loads(request.content)["messages"]])
+        return replies[len(asked) - 1]
+
+    client = ChatClient("http://server", None, {})
+    client._http = httpx.Client(transport=httpx.MockTransport(reply), base_url="http://server")
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\nfour\n"))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
+    assert converse(client, None, None, quiet=True) == code
+    said = capsys.readouterr()
+    assert said.out.replace("> ", "") == "hello\n" * 3
+    assert said.err == (
+        "duovolt: the server broke the answer off: rank 1 was killed.\n"
+        "duovolt: the server answered 503: the ranks are not ready\n"
+    )
+    before = ["one", "hello"]
+    assert asked == [["one"], [*before, "two"], [*before, "three"], [*before, "four"]]
 
 
 def against(status: int, body: str) -> ChatClient:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from duovolt.checkpoint.errors import InputError
+from duovolt.runtime.parallel import waiting
 from duovolt.runtime.parallel.faults import LINK_DOOR, MAILBOX_DOOR, of_start, read_fault
 from duovolt.runtime.parallel.mailbox import LAST_STEP, Mailbox, MailboxCollective, MailboxMismatch, MailboxTimeout
 from duovolt.runtime.parallel.region import Region, region_bytes
 from duovolt.runtime.parallel.shared import SharedFile
+from duovolt.runtime.parallel.waiting import wait_for
 
 from .mailbox_peer import values
 
@@ -259,3 +262,21 @@ def test_each_start_of_the_ranks_takes_the_next_fault(monkeypatch: pytest.Monkey
         of_start(MAILBOX_DOOR, 0)  # at the first start, not when its turn comes
     monkeypatch.setenv(LINK_DOOR, "ipc=0:1:drop")
     assert [of_start(LINK_DOOR, start) for start in range(2)] == ["ipc=0:1:drop", ""]
+
+
+def test_a_wait_is_counted_from_look_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen for an hour between two looks, as a container with both ranks may be: the peer had no time to answer either."""
+    now, looks = [100.0], []
+    pauses = {2: 3600.0}
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+
+    def look() -> None:
+        looks.append(now[0])
+        now[0] += pauses.get(len(looks), 0.25)
+
+    assert wait_for(look, 1.5) is None
+    assert len(looks) == 5, "four of a quarter of a second, and one that counts half a second"
+    pauses[2] = 0.25
+    looks.clear()
+    assert wait_for(look, 1.5) is None and len(looks) == 6
+    assert wait_for(lambda: "a word", 0.0) == "a word"

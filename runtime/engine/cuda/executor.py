@@ -142,7 +142,7 @@ class CudaExecutor:
         if self._device.type == "cuda" and torch_attends(torch.cuda.get_device_capability(self._device)):
             # torch has other kernels for what comes later
             self._read_nothing(0, count, min(count, self._context - count))
-        if self.model.captures_chunks:
+        if self._graphs.wanted and self.model.is_captured(chunk):  # not: if this rank could; all meet in every pass
             for lane in range(self._lanes):
                 self._read_nothing(lane, 0, count)
         self._link.check()

@@ -20,12 +20,13 @@ class Graphs:
     Graphs share a pool of memory, so what one leaves in memory of its own is gone when another runs. Where a capture of
     launches that overlap fails, none overlaps from then on; where that fails, too, everything runs uncaptured, and `fault`
     says why. Where work in parts cannot be captured (`parts_fault`), it alone is not: it is the larger. Results have the same
-    bits either way.
+    bits either way, and work is done as many times: one rank may capture what another cannot. `wanted`: what was asked for,
+    the same on every rank, whatever came of it.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool, overlap: bool = True) -> None:
         """overlap: a captured launch may begin before the one before it has ended, where the card can."""
-        self.enabled = enabled and device.type == "cuda"
+        self.wanted = self.enabled = enabled and device.type == "cuda"
         self.overlap = overlap
         self.fault: str | None = None
         self.parts_fault: str | None = None

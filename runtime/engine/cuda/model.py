@@ -68,9 +68,13 @@ class CudaModel:
 
         Memory: `Kept`, and what the launches of a chunk need beside, in the graphs' pool.
         """
-        if graphs.enabled and captures(tokens) and not self._in_halves(tokens):
+        if graphs.enabled and self.is_captured(tokens):
             self._graphs, self._chunks = graphs, {}
             self._kept = Kept(tokens, self.weights.config.text.hidden_size, self.state.device)
+
+    def is_captured(self, tokens: int) -> bool:
+        """Whether chunks of so many tokens are, where work is: the same on every rank."""
+        return captures(tokens) and not self._in_halves(tokens)
 
     @property
     def captures_chunks(self) -> bool:

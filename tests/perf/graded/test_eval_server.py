@@ -36,6 +36,7 @@ class Known(BaseHTTPRequestHandler):
     wrong: set[str] = set()
     rival = 0.3
     most = 10_000  # characters of a prompt
+    lives = 10_000  # answers to questions that it gives until its ranks are gone
     bodies: list[dict[str, Any]] = []
 
     def do_GET(self) -> None:
@@ -49,7 +50,11 @@ class Known(BaseHTTPRequestHandler):
             self.reply(200, ["<html>"])
         elif self.path == "/v1/completions":
             self.complete(body)
+        elif self.lives == 0:
+            message = "the answer was broken off: rank 1 was killed by signal 9."
+            self.reply(503, {"error": {"message": message, "type": "server_error"}})
         else:
+            Known.lives -= 1
             text = self.said(body["messages"][0]["content"])
             choice = {"message": {"content": text}, "finish_reason": "stop"}
             self.reply(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
@@ -89,7 +94,7 @@ class Known(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    Known.mode, Known.wrong, Known.most, Known.bodies = "good", set(), 10_000, []
+    Known.mode, Known.wrong, Known.most, Known.bodies, Known.lives = "good", set(), 10_000, [], 10_000
     server = ThreadingHTTPServer(("127.0.0.1", 0), Known)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -114,6 +119,33 @@ def test_everything_of_a_server_that_knows_the_answers(
     chats = [body for body in Known.bodies if "messages" in body]
     assert all(body["temperature"] == 0 and body["max_tokens"] == 500 for body in Known.bodies[-38:])
     assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in chats)
+
+
+def test_answers_of_a_run_that_broke_off_are_kept(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, unfinished = tmp_path / "now.json", tmp_path / "now.json.unfinished"
+    command = ["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(out)]
+    Known.lives = 3
+    assert main(command) == 1
+    died = "duovolt: the server answered 503: the answer was broken off: rank 1 was killed by signal 9."
+    assert capsys.readouterr().err == (f"{died} 3 answers are kept in {unfinished}: the same command goes on there.\n")
+    assert main(command) == 1 and len(unfinished.read_bytes().splitlines()) == 4  # the server is not back yet
+    assert capsys.readouterr().err.count(died) == 1
+    with unfinished.open("ab") as file:
+        file.write(b'{"id": "trai')  # killed in the middle of a line
+    Known.lives, Known.bodies = 10_000, []
+    assert main([*command, "--answer-tokens", "5"]) == 2
+    assert "of another model or with other settings" in capsys.readouterr().err
+    assert main(command) == 0 and not unfinished.exists()
+    assert len(Known.bodies) == len(ANSWERS) - 3, "what was answered is not asked again"
+    assert [one.passed for one in read_result(out).graded] == [True] * len(ANSWERS)
+    unfinished.write_bytes(b"[" * 100_000 + b"\n")
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "no unfinished run of `duovolt eval --url`" in error and error.count("\n") == 1
+    Known.lives = 0
+    unfinished.unlink()
+    assert main(command) == 1 and not unfinished.exists(), "nothing was answered"
+    assert capsys.readouterr().err == f"{died}\n"
 
 
 def test_did_it_get_dumber(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

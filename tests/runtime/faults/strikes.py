@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import time
 from dataclasses import dataclass
 
 from ..conftest import START_SECONDS, Server, wait_gone
 from .invariants import broken_off, left_nothing, logs_agree, refuses_or_serves, serves, whole
+from .memory import fill_while_starting
 from .mixed import mix
 from .reader import Reader
-from .trials import enter, pause, wait_loading, wait_ranks
+from .trials import RESTARTING, STARTING, ends_with_one_message, enter, pause, wait_loading, wait_ranks
 from .world import WATCHDOG_SECONDS, World
 
 _LOCKSTEP = ("hash", "position", "count")
 _START = ("never", "twice")
 _STAGES = ("hello", "ready")
-_PHASES = ("idle", "queue", "prefill", "decode", "drain", "reload")
+_PHASES = (*STARTING, *RESTARTING, "idle", "queue", "prefill", "decode", "drain")
 _LATE_MS = 6000  # a word that is later than a rank waits for one
+_LOAD_MS = 4000  # for which a rank that is struck while it loads does so
 _SLACK = 10.0  # beyond the time after which a fault is known
 _AGAIN, _READY = "Ranks start again in", "ready on"
 FORM = (
-    "mixed:N, WHO:SIGNAL:PHASE (0, 1 or proxy; SIGKILL or SIGSTOP; idle, queue, prefill, decode, drain or reload), "
-    "RANK:KIND:ROUND (hash, position, count), RANK:KIND:EXCHANGE (drop, stale, wrap or milliseconds), or "
-    "RANK:KIND:STAGE (never, twice or milliseconds; hello or ready)"
+    "mixed:N, WHO:SIGNAL:PHASE (0, 1 or proxy; SIGKILL or SIGSTOP; idle, queue, prefill, decode, drain, or in the start "
+    "start, load, restart, reload), RANK:KIND:ROUND (hash, position, count), RANK:KIND:EXCHANGE (drop, stale, wrap or "
+    "milliseconds), RANK:KIND:STAGE (never, twice or milliseconds; hello or ready), or shm:full:restart"
 )
 
 
@@ -46,8 +50,10 @@ class Strike:
         who, what, where = words
         if who == "mixed":
             good = what.isdecimal()
+        elif who == "shm":
+            good = (what, where) == ("full", "restart")
         elif what in ("SIGKILL", "SIGSTOP"):
-            good = where in _PHASES and who in ("0", "1", "proxy") and not (who == "proxy" and where == "reload")
+            good = where in _PHASES and who in ("0", "1", "proxy")
         else:
             kinds = (*_LOCKSTEP, *_START, "drop", "stale", "wrap")
             good = who in ("0", "1") and (what in kinds or what.isdecimal())
@@ -61,8 +67,11 @@ class Strike:
 
     @property
     def door(self) -> tuple[str, str] | None:
-        """The variable that orders it, and its value; None for signals and requests."""
-        if self.who == "mixed" or self.what.startswith("SIG"):
+        """The variable that orders it, and its value; None for requests, a full memory file system, and signals but those to
+        a rank that loads: it takes its time then."""
+        if self.who != "proxy" and self.where == "load":
+            return "DUOVOLT_START_FAULT", f"{self.who}:1:{_LOAD_MS}"
+        if self.who in ("mixed", "shm") or self.what.startswith("SIG"):
             return None
         if self.where in _STAGES:
             return "DUOVOLT_START_FAULT", f"{self.who}:{_STAGES.index(self.where)}:{self.what}"
@@ -75,15 +84,30 @@ class Strike:
         return self.where in _STAGES
 
     @property
+    def before_ready(self) -> bool:
+        """It befalls a server that has not been ready yet."""
+        return self.where in STARTING
+
+    @property
+    def needs_answers(self) -> bool:
+        """It befalls answers in the making, which must be long enough for it."""
+        resting = (*STARTING, *RESTARTING, "idle", *_STAGES)
+        return self.who == "mixed" or self.where not in resting
+
+    @property
     def ends_server(self) -> bool:
-        return self.where == "drain" or (self.who == "proxy" and self.what == "SIGKILL")
+        if self.who == "proxy":
+            return self.what == "SIGKILL" or self.where == "drain"
+        return self.where == "drain" or self.before_ready
 
     @property
     def starts(self) -> int:
         """How many times the ranks start again because of it."""
-        if self.who in ("mixed", "proxy") or self.ends_server:
+        if self.who == "mixed" or self.ends_server:
             return 0
-        if self.where == "reload":
+        if self.who == "proxy":
+            return int(self.where in RESTARTING)
+        if self.where in RESTARTING:
             return 2
         if self.in_start:
             return 1 if self.what.isdecimal() else 2
@@ -98,6 +122,8 @@ class Strike:
         words |= {"never": "never starts", "twice": "starts twice"}
         if self.who == "mixed":
             return {"fault": f"{self.what} requests, clients leave", "victim": "all", "phase": "all"}
+        if self.who == "shm":
+            return {"fault": "/dev/shm full", "victim": "all", "phase": self.where}
         victim = "proxy" if self.who == "proxy" else f"rank {self.who}"
         phase = self.where
         if self.what in _LOCKSTEP:
@@ -116,10 +142,16 @@ class Strike:
 
 
 def befall(world: World, server: Server, strike: Strike) -> None:
-    """`server` is ready and idle; afterwards it is so again, unless the strike ends it. Raises AssertionError if something
-    is not as it must be."""
+    """`server` is ready and idle, or starts if the strike is `before_ready`; afterwards it is the former, unless the strike
+    ends it. Raises AssertionError if something is not as it must be."""
     if strike.who == "mixed":
         mix(world, server, int(strike.what), most_tokens=12)
+    elif strike.who == "shm":
+        before = _Before(world, server)
+        fill_while_starting(world, server, START_SECONDS)
+        left_nothing(server, before.pids)
+    elif strike.before_ready:
+        _before_ready(world, server, strike)
     elif strike.who == "proxy":
         _to_proxy(world, server, strike)
     elif strike.door is None:
@@ -145,11 +177,13 @@ class _Before:
     def wait_back(self, times: int = 1) -> None:
         """New ranks are there, and right; nothing of the old ones is."""
         refuses_or_serves(self._server)
-        self._server.wait_log(
-            rf"(?s)(?:{_AGAIN}.*?){{{self._restarts + times}}}{_READY}"
-        )  # not one of before the fault
+        self.wait_ready(times)
         left_nothing(self._server, self.pids)
         self.went_on(times)
+
+    def wait_ready(self, times: int = 1) -> None:
+        """Not one of before the fault."""
+        self._server.wait_log(rf"(?s)(?:{_AGAIN}.*?){{{self._restarts + times}}}{_READY}")
 
     def went_on(self, restarts: int = 0) -> None:
         """The ranks have started again so many times, a new answer is right, and both logs are equal."""
@@ -161,17 +195,45 @@ class _Before:
         assert re.search(words, self._server.log[self._length :]), self._server.log
 
 
+def _before_ready(world: World, server: Server, strike: Strike) -> None:
+    pids = wait_ranks(world, server)
+    if strike.where == "load":
+        wait_loading(server)
+    else:
+        time.sleep(random.uniform(0, 0.5))
+    if strike.who != "proxy":
+        number = signal.Signals[strike.what]
+        os.kill(pids[int(strike.who)], number)
+        ends_with_one_message(server, pids, int(strike.who), number, _SLACK)
+    elif strike.what == "SIGKILL":
+        server.process.kill()
+        server.wait_exit(_SLACK)
+        wait_gone(pids, _SLACK)
+    else:
+        pause(server.pid, WATCHDOG_SECONDS + 1)
+        server.wait_ready()
+        serves(world, server)
+        assert server.metric("restarts_total") == 0
+
+
+def _start_again(world: World, server: Server, strike: Strike, before: _Before, victim: int) -> list[int]:
+    """Kill rank `victim` and let the new ranks come into the phase; they."""
+    os.kill(before.pids[victim], signal.SIGKILL)
+    before.wait_restart(_SLACK)
+    again = wait_ranks(world, server, before.pids, START_SECONDS)
+    if strike.where == "reload":
+        wait_loading(server)
+    before.pids += again
+    return again
+
+
 def _to_rank(world: World, server: Server, strike: Strike) -> None:
     number, victim = signal.Signals[strike.what], int(strike.who)
     bound = _SLACK + (WATCHDOG_SECONDS if number == signal.SIGSTOP else 0)
     before = _Before(world, server)
-    if strike.where == "reload":
-        os.kill(before.pids[(1 - victim) % world.size], signal.SIGKILL)
-        before.wait_restart(bound)
-        again = wait_ranks(world, server, before.pids, START_SECONDS)
-        wait_loading(server)
+    if strike.where in RESTARTING:
+        again = _start_again(world, server, strike, before, (1 - victim) % world.size)
         os.kill(again[victim], number)
-        before.pids += again
         before.wait_restart(bound + WATCHDOG_SECONDS, times=2)
         before.wait_back(times=2)
         return
@@ -187,7 +249,11 @@ def _to_rank(world: World, server: Server, strike: Strike) -> None:
 
 def _to_proxy(world: World, server: Server, strike: Strike) -> None:
     before = _Before(world, server)
-    readers = enter(world, server, strike.where)
+    readers: list[Reader] = []
+    if strike.where in RESTARTING:
+        _start_again(world, server, strike, before, 0)
+    else:
+        readers = enter(world, server, strike.where)
     if strike.what == "SIGKILL":
         server.process.kill()
         server.wait_exit(_SLACK)
@@ -201,6 +267,9 @@ def _to_proxy(world: World, server: Server, strike: Strike) -> None:
         whole(world, reader, world.long)
     if strike.where == "drain":
         _is_gone(world, server, before.pids)
+    elif strike.where in RESTARTING:
+        before.wait_ready()
+        before.went_on(1)
     else:
         before.went_on()
 

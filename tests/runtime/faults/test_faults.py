@@ -12,10 +12,10 @@ import pytest
 from .campaign import run_trials, table, trials
 from .memory import can_unshare, full_at_restart
 from .mixed import mixed_requests
-from .one_server import Report, doors, most_valuable, servers, strike_all
+from .one_server import Report, Striking, doors, most_valuable, servers
 from .ordered import door_opens, starts_oddly
 from .strikes import Strike
-from .trials import everything_dies, proxy_pauses, rank_dies
+from .trials import everything_dies, everything_pauses, proxy_pauses, rank_dies
 from .world import World, real_world, scripted_world
 
 
@@ -23,7 +23,7 @@ def in_turn(world: World) -> None:
     """Word lost, two kills and a late start befall one server, whose fault doors are told by the start of its ranks."""
     report = Report(world.backend, None)
     strikes = [Strike.parse(text) for text in ("1:drop:12", "0:SIGKILL:idle", "1:300:ready")]
-    strike_all(world, strikes, report, 120)
+    Striking(world, report, 120).run(strikes)
     assert [entry["error"] for entry in report.entries] == [""] * 3
 
 
@@ -31,6 +31,7 @@ QUICK: dict[str, Callable[[World], None]] = {
     "three faults of one server": in_turn,
     "rank 1 stands still in decode": rank_dies(1, signal.SIGSTOP, "decode"),
     "the proxy stands still for a while": proxy_pauses("decode"),
+    "all stand still for a while": everything_pauses("decode"),
     "everything is killed five times": everything_dies,
     "rank 0 never gets ready": starts_oddly("0:1:never", "has done nothing for"),
     "rank 1 counts a wrong position": door_opens(
@@ -67,6 +68,7 @@ def test_every_fault_of_the_list_finds_a_server_that_is_in_time_for_it(size: int
     assert [strike for part in parts for _, strike in part] == strikes and len(set(strikes)) == len(strikes)
     for part in parts:
         assert not any(strike.ends_server for _, strike in part[:-1])
+        assert not any(strike.before_ready for _, strike in part[1:])
         orders = [(start, strike.door[0]) for start, strike in part if strike.door is not None]
         assert len(set(orders)) == len(orders), "one fault of a kind a start"
         assert sum(strike.starts for _, strike in part) <= 4, "or the pauses between them grow long"
@@ -81,10 +83,16 @@ def test_a_prompt_that_was_read_is_no_phase_to_be_struck_in() -> None:
     strikes = [Strike.parse(text) for text in ("0:drop:41", "proxy:SIGSTOP:prefill", "1:SIGKILL:prefill", "0:hash:3")]
     parts = [[strike for _, strike in part] for part in servers(strikes, first_is_used=True)]
     assert parts == [[], strikes[:2], strikes[2:]]
+    strikes = [Strike.parse(text) for text in ("0:SIGKILL:load", "0:drop:41", "proxy:SIGSTOP:start", "1:drop:41")]
+    parts = [[strike for _, strike in part] for part in servers(strikes, first_is_used=True)]
+    assert parts == [strikes[:1], [], strikes[1:2], strikes[2:3], strikes[3:]], (
+        "one that ends before it is ready answers nothing"
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1:SIGKILL", "2:SIGKILL:decode", "proxy:drop:3", "0:SIGTERM:idle", "0:drop:idle", "0:hash:x"]
+    "text",
+    ["", "1:SIGKILL", "2:SIGKILL:decode", "proxy:drop:3", "0:SIGTERM:idle", "0:drop:idle", "0:hash:x", "shm:full:idle"],
 )
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError):

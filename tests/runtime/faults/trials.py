@@ -59,7 +59,7 @@ def wait_ranks(world: World, server: Server, old: list[int] | None = None, secon
     """All ranks' pids, rank 0 first, once all processes are there, and none of them in `old`."""
     deadline = time.monotonic() + seconds
     while len(pids := [pid for pid in server.rank_pids() if pid not in (old or [])]) < world.size:
-        assert time.monotonic() < deadline, server.log
+        assert time.monotonic() < deadline and server.process.poll() is None, server.log
         time.sleep(0.002)
     return pids
 
@@ -79,13 +79,17 @@ def enter(world: World, server: Server, phase: str) -> list[Reader]:
     """Bring a ready server into a phase; the answers that are open in it."""
     if phase == "idle":
         return []
+    assert world.expected  # or what times the fault would wait for it
     if phase == "prefill":
         readers = [Reader(server, world.body(PREFILL, long_prompt=True))]
         _wait_open(server, 1)
         time.sleep(random.uniform(0.2, 1.0))
         assert readers[0].pieces == 0, "the prompt was read too fast for this phase"
         return readers
-    count = 4 if phase == "queue" else 2
+    count = 2
+    if phase == "queue":
+        with server.client() as client:
+            count += int(client.get("/status").json()["server"]["lanes"])
     readers = [Reader(server, world.body()) for _ in range(count)]
     _wait_open(server, count)
     while sum(reader.pieces > 2 for reader in readers) < 2:
@@ -236,14 +240,19 @@ def rank_dies_at_first(victim: int, number: signal.Signals, phase: str) -> Calla
             else:
                 time.sleep(random.uniform(0, 0.1))
             os.kill(pids[victim], number)
-            bound = _SLACK + (WATCHDOG_SECONDS + 5 if number == signal.SIGSTOP else 0)
-            assert server.wait_exit(bound) == 1
-            words = "was killed by signal 9" if number == signal.SIGKILL else "has done nothing for"
-            assert f"rank {victim} {words}" in server.log, server.log
-            assert len([line for line in server.lines if line.startswith("duovolt:")]) == 1
-            left_nothing(server, pids)
+            ends_with_one_message(server, pids, victim, number, _SLACK)
 
     return run
+
+
+def ends_with_one_message(server: Server, pids: list[int], victim: int, number: signal.Signals, slack: float) -> None:
+    """Of a start in which rank `victim` was struck."""
+    bound = slack + (WATCHDOG_SECONDS + 5 if number == signal.SIGSTOP else 0)
+    assert server.wait_exit(bound) == 1
+    words = "was killed by signal 9" if number == signal.SIGKILL else "has done nothing for"
+    assert f"rank {victim} {words}" in server.log, server.log
+    assert len([line for line in server.lines if line.startswith("duovolt:")]) == 1
+    left_nothing(server, pids)
 
 
 def rank_dies_again(victim: int, number: signal.Signals, phase: str) -> Callable[[World], None]:
@@ -336,6 +345,36 @@ def proxy_pauses(phase: str) -> Callable[[World], None]:
             server.wait_ready()
             serves(world, server)
             assert server.metric("restarts_total") == restarts
+            logs_agree(world, server.pid, server.metric("completion_tokens_total"))
+            ends_at_once(server)
+
+    return run
+
+
+def everything_pauses(phase: str) -> Callable[[World], None]:
+    """SIGSTOP to the proxy and its ranks for longer than anybody waits, then SIGCONT, as a container that is frozen or a
+    machine that sleeps: late, and whole. The ranks go on one after the other."""
+
+    def run(world: World) -> None:
+        with running(world) as server:
+            server.wait_ready()
+            readers = enter(world, server, phase)
+            pids = [server.pid, *wait_ranks(world, server)]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(WATCHDOG_SECONDS + 1)
+            for pid in random.sample(pids, len(pids)):
+                os.kill(pid, signal.SIGCONT)
+            for reader in readers:
+                reader.join(60)
+                whole(world, reader, world.long)
+            if phase == "drain":
+                assert server.wait_exit(_SLACK) == 0
+                left_nothing(server, pids)
+                logs_agree(world, server.pid, None)
+                return
+            serves(world, server)
+            assert server.metric("restarts_total") == 0
             logs_agree(world, server.pid, server.metric("completion_tokens_total"))
             ends_at_once(server)
 

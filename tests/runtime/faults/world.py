@@ -48,6 +48,12 @@ class World:
     def expected_of_long(self) -> str:
         return self.plain.result(_PLAIN_SECONDS)[1]
 
+    def shorten(self) -> None:
+        """Make do with short answers and prompts: nothing is to befall them."""
+        self.long = SHORT
+        if self.long_prompt is not None:
+            self.long_prompt = self.long_prompt[:40]
+
     def server(
         self,
         *,
