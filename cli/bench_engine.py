@@ -188,6 +188,7 @@ class _Setup:
         import torch
 
         from ..kernels.prefill_attention import torch_attends
+        from ..kernels.tuning import choice_on
         from ..perf.engine import Alone, Bench, product_rate, read_curve_here
         from ..perf.model_source import sheet_at
         from ..perf.sheet import sheet_of
@@ -231,6 +232,7 @@ class _Setup:
             weights.config, args.tp, weights.nbytes, args.kv, lanes, args.drafts, args.chunk,
             keys_in_a_row=self._card and torch_attends(torch.cuda.get_device_capability(device)),
             captured=self._card and args.graphs != "off",
+            ahead=choice_on(device).layers_ahead(torch.cuda.get_device_capability(device)) if self._card else 0.0,
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
         link: DeviceCollective = SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank)

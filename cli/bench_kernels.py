@@ -23,7 +23,7 @@ EXAMPLE = """examples:
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
   duovolt bench kernels --tokens 1 4 --rows 32 16 auto --overlap
   duovolt bench kernels --prefill 25 64 256 2048 --route narrow wide beside
-  duovolt bench kernels --prefill 2048 4096 --layers
+  duovolt bench kernels --prefill 512 2048 --layers --route narrow ahead
   duovolt bench kernels --family attention delta --overlap
 
 Decode linears (or other families) at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the
@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=ROUTES,
         help="with --prefill, ways to take: the card's own; decode linear and dequantised weights; the wide linear; "
-        "dequantising beside the vendor's product (default: chosen)",
+        "dequantising beside the vendor's product; the next linears' beside this one's, with --layers (default: chosen)",
     )
     parser.add_argument(
         "--layers",
@@ -132,11 +132,17 @@ def prefill_line(row: PrefillRow) -> str:
 
 
 def layer_line(row: LayerRow) -> str:
-    """One row: time, rate, share of cuBLAS."""
-    return (
+    """A layer, and its launches in it and by themselves: time, rate, share of cuBLAS."""
+    lines = [
         f"layer of {row.layer:<13} T {row.tokens:<5} {row.route:<7} {row.seconds * 1e6:8.1f} us  "
         f"{row.flops / row.seconds / 1e12:5.0f} TFLOP/s  cuBLAS fp16 {row.cublas * 1e6:8.1f} us  share {row.ratio:.2f}"
-    )
+    ]
+    lines += [
+        f"  {part.name:<12} in the chain {part.seconds * 1e6:8.1f} us  cuBLAS {part.cublas * 1e6:8.1f} us  share {part.ratio:.2f}"
+        f"   alone {part.alone * 1e6:8.1f} us  cuBLAS {part.cublas_alone * 1e6:8.1f} us  share {part.ratio_alone:.2f}"
+        for part in row.parts
+    ]
+    return "\n".join(lines)
 
 
 def family_line(row: FamilyRow) -> str:

@@ -77,8 +77,8 @@ def _report(error: BaseException, debug: bool) -> int:
     if isinstance(error, DuovoltError):
         print(f"duovolt: {error}", file=sys.stderr)
         return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        print("duovolt: interrupted.", file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+        print("duovolt: interrupted.", file=sys.stderr)  # the latter: in a graph's capture, which then fails, too
         return 130
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))):
         print("duovolt: out of memory.", file=sys.stderr)

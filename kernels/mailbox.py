@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checkpoint.errors import InputError
 from . import checks, norm
 from .ahead import ahead
-from .tuning import ahead_bytes, choice_on
+from .tuning import asked_bytes, choice_on
 from .weights import Weight
 
 SOURCE = "mailbox.cu"
@@ -139,7 +139,7 @@ def reduce_norm(
     for one in then:
         if one.words.device != device:
             raise InputError(f"a matrix of `then` is on {one.words.device}, the link on {device}.")
-    asked = ahead(then, ahead_bytes(device))
+    asked = ahead(then, asked_bytes(device))
     arguments = (
         *(link.struct, part, x, strides[0], weight, out, strides[1], overflows, rows, columns, float(eps)),
         asked,

@@ -18,6 +18,7 @@ from . import (
     linear,
     logprobs,
     norm,
+    plain,
     plain_attention,
     prefill,
     prefill_attention,
@@ -120,7 +121,7 @@ torch_ops = Ops(
 
 SOURCES = (
     *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
-    *(prefill.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE, plain_attention.SOURCE),
+    *(plain.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE, plain_attention.SOURCE),
     *(sampling.DISTRIBUTING, sampling.DECIDING, candidates.SOURCE, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
 )
 

@@ -15,22 +15,21 @@ token's may differ between numbers of tokens. In the wide linear they do not dep
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import staging, wide
-from .half_factors import Shared, half_factors, shared_factors
+from . import plain_ahead, staging, wide
+from .half_factors import Shared, shared_factors
 from .linear import MAX_TOKENS, check_addresses, check_rows, linear, linears, linears_reference
-from .module import load
-from .task import FLOAT, HALF, MATRICES, SWIGLU, matrix_of
-from .tuning import choice
-from .weights import BAND, GROUP, Weight, check
+from .plain import Plain
+from .task import FLOAT, HALF, MATRICES, SWIGLU
+from .tuning import choice, multiprocessors
+from .vendor import products_on
+from .weights import BAND, Weight, check
 
-SOURCE = "dequantise.cu"
 FEW_TOKENS = 96  # up to which the weights are read once for every 24 tokens, where the wide linear is not taken
 SCRATCH_BYTES = 192 << 20  # of plain weights at a time, and so of a matrix that is multiplied whole
 BESIDE_ROWS = (
@@ -39,7 +38,6 @@ BESIDE_ROWS = (
 _BESIDE_PIECES = 3  # at least: what is made before the first product is hidden by none
 _PARTIAL_BYTES = 20 << 20  # of the wide linear's sums on 160 multiprocessors
 _GATES_TOGETHER = (8, 0)
-_WARPS, _TILES_A_WARP = 8, 4  # of a block of the dequantising kernel
 
 
 def linear_block(x: Tensor, weight: Weight, out: Tensor | None = None) -> Tensor:
@@ -200,30 +198,7 @@ def _multiply_sums(x: Tensor, group: Sequence[tuple[Weight, Tensor]], overflows:
 
 def _multiply_together(x: Tensor, weights: Sequence[Weight], shared: Shared, out: Tensor) -> None:
     """One product of several weights; out [T, all their rows]."""
-    columns, rows = x.shape[1], [weight.shape[0] for weight in weights]
-    last = BAND * weights[-1].words.shape[0]
-    plain = torch.empty(sum(rows[:-1]) + last, columns, dtype=torch.float16, device=x.device)
-    first = 0
-    for weight, own, factor in zip(weights, rows, shared.factors, strict=True):
-        whole = BAND * weight.words.shape[0]  # the rows past the weight's end are the next one's, which comes after
-        dequantise(weight, plain[first : first + whole], 0, factor)
-        first += own
-    _addmm(x, plain[:first], shared.back, out)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Bands of one matrix that are dequantised at a time, and the columns of its output."""
-
-    weight: Weight
-    first: int
-    bands: int
-    out: Tensor
-
-    @property
-    def elements(self) -> int:
-        """Plain values, those of rows past the matrix's end too."""
-        return self.bands * BAND * self.weight.shape[1]
+    _multiply(x, Plain.together(weights, shared), out)
 
 
 def workspace_bytes(largest: int) -> int:
@@ -231,69 +206,67 @@ def workspace_bytes(largest: int) -> int:
     return max(min(SCRATCH_BYTES, 2 * largest), _PARTIAL_BYTES)
 
 
-def _pieces(weight: Weight, out: Tensor, most: int, *, equal: bool) -> list[_Piece]:
-    """Of at most `most` bands each: about equal, or all but the last of so many."""
+def ahead_elements(layer: int, largest: int, layers: float) -> int:
+    """Of a `PlainAhead` with room for so many layers, none of which has more than `layer` values, and for the largest matrix."""
+    return max(int(layers * layer), min(SCRATCH_BYTES // 2, largest))
+
+
+def _pieces(weight: Weight, out: Tensor, most: int, *, equal: bool) -> list[tuple[Plain, Tensor]]:
+    """Of at most `most` bands each, and their columns of `out`: about equal, or all but the last of so many."""
     rows, bands = weight.shape[0], weight.words.shape[0]
     count = -(-bands // most)
     cuts = [number * bands // count if equal else min(number * most, bands) for number in range(count + 1)]
     return [
-        _Piece(weight, first, end - first, out[:, first * BAND : min(end * BAND, rows)])
+        (Plain.piece(weight, first, end - first), out[:, first * BAND : min(end * BAND, rows)])
         for first, end in pairwise(cuts)
     ]
 
 
 def _multiply_plain(x: Tensor, weight: Weight, out: Tensor) -> None:
-    """By dequantised pieces and the vendor's product, one after the other or side by side.
-
-    Buffers are this call's own: another thread's launches may come between the two of a piece, on this stream or another,
-    and torch's allocator hands memory on only in the order of a stream, or of the graph that is being captured.
-    """
+    """By dequantised pieces and the vendor's product, one after the other or side by side."""
     most = max(1, SCRATCH_BYTES // (2 * BAND * x.shape[1]))
     if choice(x.device.index).overlap_dequantising:
         few = min(BESIDE_ROWS // BAND, max(1, most // 2))
         if weight.words.shape[0] > few * (_BESIDE_PIECES - 1):
             _multiply_beside(x, _pieces(weight, out, few, equal=False))
             return
-    pieces = _pieces(weight, out, most, equal=True)
-    buffer = _buffers(x, pieces, 1)[0]
-    for piece in pieces:
-        _product(x, piece, _plain(piece, buffer))
+    for piece, columns in _pieces(weight, out, most, equal=True):
+        _multiply(x, piece, columns)
 
 
-def _multiply_beside(x: Tensor, pieces: Sequence[_Piece]) -> None:
+def _multiply(x: Tensor, matrix: Plain, out: Tensor) -> None:
+    """By the vendor's product of one plain matrix, which a pass of many products may have made before.
+
+    Else its memory is this call's own: another thread's launches may come between the two, on this stream or another,
+    and torch's allocator hands memory on only in the order of a stream, or of the graph that is being captured.
+    """
+    going = plain_ahead.current()
+    if going is None or matrix.elements > going.room:
+        plain = matrix.fill(torch.empty(matrix.elements, dtype=torch.float16, device=x.device))
+        _addmm(x, plain, matrix.back, out)
+        return
+    kept = choice(x.device.index).multiprocessors_of(x.shape[0], multiprocessors(x.device.index))
+    with going.taken(matrix) as plain, products_on(kept):
+        _addmm(x, plain, matrix.back, out)
+
+
+def _multiply_beside(x: Tensor, pieces: Sequence[tuple[Plain, Tensor]]) -> None:
     """Two buffers in turn: while one is multiplied, the other is filled on a stream of its own."""
-    buffers = _buffers(x, pieces, 2)
+    largest = max(piece.elements for piece, _ in pieces)
+    buffers = torch.empty(2, largest, dtype=torch.float16, device=x.device)
     main = torch.cuda.current_stream(x.device)
     side = _side_stream(x.device, main.cuda_stream)
     side.wait_stream(main)  # who used the memory before
     multiplied: list[torch.cuda.Event] = []
-    for number, piece in enumerate(pieces):
-        half_factors(piece.weight)  # may synchronise
+    for number, (piece, out) in enumerate(pieces):
         with torch.cuda.stream(side):
             if number >= 2:
                 side.wait_event(multiplied[number - 2])
-            plain = _plain(piece, buffers[number % 2])
+            plain = piece.fill(buffers[number % 2])
             filled = side.record_event()
         main.wait_event(filled)
-        _product(x, piece, plain)
+        _addmm(x, plain, piece.back, out)
         multiplied.append(main.record_event())
-
-
-def _buffers(x: Tensor, pieces: Sequence[_Piece], count: int) -> Tensor:
-    """fp16, each as large as the largest piece."""
-    return torch.empty(count, max(piece.elements for piece in pieces), dtype=torch.float16, device=x.device)
-
-
-def _plain(piece: _Piece, buffer: Tensor) -> Tensor:
-    """The piece in fp16, [32 * bands, K]."""
-    columns = piece.weight.shape[1]
-    plain = buffer[: piece.elements].view(-1, columns)
-    dequantise(piece.weight, plain, piece.first, half_factors(piece.weight)[0])
-    return plain
-
-
-def _product(x: Tensor, piece: _Piece, plain: Tensor) -> None:
-    _addmm(x, plain[: piece.out.shape[1]], half_factors(piece.weight)[1], piece.out)
 
 
 def _addmm(x: Tensor, plain: Tensor, back: float, out: Tensor) -> None:
@@ -308,15 +281,6 @@ def _addmm(x: Tensor, plain: Tensor, back: float, out: Tensor) -> None:
 def _gives_float32() -> bool:
     """Whether torch (2.8 and newer) writes the sums of fp16 factors as they are."""
     return "dtype_out" in torch.ops.aten.addmm.overloads()
-
-
-def dequantise(weight: Weight, out: Tensor, first_band: int, factor: float) -> None:
-    """Bands from `first_band` on, times scale and factor, to `out` float16 [32 * bands, K]; rows past N become zero."""
-    groups, bands = weight.shape[1] // GROUP, out.shape[0] // BAND
-    blocks = -(-bands * -(-groups // _TILES_A_WARP) // _WARPS)
-    module = load(SOURCE, out.device.index)
-    arguments = (matrix_of(weight), out, groups, first_band, bands, float(factor))
-    module.launch(f"dequantise_{weight.encoding}", blocks, 32 * _WARPS, arguments)
 
 
 @functools.cache

@@ -52,8 +52,18 @@ WIDE_UP_TO = 0
 MOST_WIDE = 4096
 # Of the next product's weights: half of the second-level cache, at most so many bytes, from where on rounds that overlap gained
 # less on an H200 (docs/collectives.md).
-AHEAD_SHARE, AHEAD_BYTES = 0.5, 16_000_000
-MOST_AHEAD = 256
+ASKED_SHARE, ASKED_BYTES = 0.5, 16_000_000
+MOST_ASKED = 256
+# Making a matrix takes as long for any number of tokens, its product longer for more: an eighth of an H200's multiprocessors
+# was worth its while at 512 tokens.
+SPARING_UP_TO = 512
+MOST_SPARING = 1 << 16
+_SPARED = 8  # one in so many multiprocessors
+AHEAD, MOST_AHEAD = (
+    1.25,
+    8.0,
+)  # layers of plain weights: with less than one a matrix waits for the product before its own
+_AHEAD_FROM = (9, 0)  # compute capability, where it was measured
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,13 +76,16 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what the rest costs, with wrong results.
     `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), where rings, rows and blocks are its own;
     off, they go as the others do, with other bits.
-    `ahead`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: half of it, at
+    `asked`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: half of it, at
     most 16; 0: none.
     `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
     24 at a time, more through dequantised weights. `overlap_dequantising`: pieces of the latter are made on a stream of
-    their own while the vendor's product works on the piece before.
+    their own while the vendor's product works on the piece before. `plain_ahead`: a prompt's chunk has the plain weights of
+    the next products made beside this one (kernels/plain_ahead.py), in memory for so many layers; 0: in turn; None:
+    `AHEAD` from compute capability 9.0 on. Not with `overlap_dequantising`. `sparing_up_to`: of so many
+    tokens at most a product leaves an eighth of the multiprocessors to that.
     """
 
     stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(STAGES))
@@ -82,17 +95,31 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
     mixed_stages: int = MIXED_STAGES
     slices: bool = True
-    ahead: int | None = None
+    asked: int | None = None
     early: frozenset[Literal["exchange"]] = frozenset()
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
     overlap_dequantising: bool = False
+    plain_ahead: float | None = None
+    sparing_up_to: int = SPARING_UP_TO
 
     @property
     def prompts(self) -> str:
         """What of it decides the rounding of a prompt's products: the same on every rank, or they read different prompts."""
         wide = f"wide:{self.wide_from}-{self.wide_up_to}" if self.wide_up_to else "plain"
         return wide + ",beside" * self.overlap_dequantising + ",bands" * (not self.slices)
+
+    def layers_ahead(self, capability: tuple[int, int]) -> float:
+        """Layers whose plain weights have room on a card of this compute capability, so that they are made ahead; 0: none."""
+        if self.overlap_dequantising:
+            return 0.0
+        return self.plain_ahead if self.plain_ahead is not None else AHEAD * (capability >= _AHEAD_FROM)
+
+    def multiprocessors_of(self, tokens: int, multiprocessors: int) -> int:
+        """That a product of so many tokens takes where the next matrices are made beside it; 0: all. Always in pairs, which
+        blocks of the vendor's products are."""
+        spared = multiprocessors // _SPARED & ~1
+        return multiprocessors - spared if spared and tokens <= self.sparing_up_to else 0
 
     def __post_init__(self) -> None:
         good = set(self.stages) == set(STAGES) and set(self.half_stages) == set(HALF_STAGES)
@@ -102,10 +129,12 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}, half_stages for {', '.join(HALF_STAGES)}; "
                 f"blocks_a_sm up to {MOST_BLOCKS}"
             )
-        if self.ahead is not None and not 0 <= self.ahead <= MOST_AHEAD:
-            raise ValueError(f"ahead from 0 to {MOST_AHEAD} megabytes")
+        if self.asked is not None and not 0 <= self.asked <= MOST_ASKED:
+            raise ValueError(f"asked from 0 to {MOST_ASKED} megabytes")
         if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
             raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
+        if not 0 <= (self.plain_ahead or 0) <= MOST_AHEAD or not 0 <= self.sparing_up_to <= MOST_SPARING:
+            raise ValueError(f"plain_ahead from 0 to {MOST_AHEAD}, sparing_up_to from 0 to {MOST_SPARING}")
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -217,6 +246,11 @@ def choice(device: int) -> Choice:
     return _override.get() or _stored(device)
 
 
+def choice_for(card: str) -> Choice:
+    """The stored choice for a card of this name, or the defaults. Raises InputError for a damaged file."""
+    return _override.get() or read().get(card, Choice())
+
+
 def choice_on(device: torch.device) -> Choice:
     """The same for any device; the defaults for one that is not CUDA's."""
     if device.type != "cuda":
@@ -229,9 +263,9 @@ def _stored(device: int) -> Choice:
     return read().get(torch.cuda.get_device_name(device), Choice())
 
 
-def ahead_bytes(device: torch.device) -> int:
+def asked_bytes(device: torch.device) -> int:
     """Of the next product's weights that an exchange asks for."""
-    chosen = choice_on(device).ahead
+    chosen = choice_on(device).asked
     if chosen is not None:
         return chosen * 1_000_000
     if device.type != "cuda":
@@ -241,7 +275,7 @@ def ahead_bytes(device: torch.device) -> int:
 
 @functools.cache
 def _cached_share(device: int) -> int:
-    return min(AHEAD_BYTES, int(AHEAD_SHARE * torch.cuda.get_device_properties(device).L2_cache_size))
+    return min(ASKED_BYTES, int(ASKED_SHARE * torch.cuda.get_device_properties(device).L2_cache_size))
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-SWITCHES = ("kv", "attention", "head_split", "draft_head", "draft_window", "collective", "graphs", "delta")
+SWITCHES = ("kv", "attention", "head_split", "draft_head", "draft_window", "collective", "graphs", "delta", "prompts")
 
 
 def named_choices(facts: Mapping[str, str]) -> list[str]:

@@ -1,24 +1,52 @@
 """A layer's linears at a prompt's chunk, as the engine calls them, against cuBLAS on plain fp16 weights, one matrix a call.
 
 Ours give what the layer wants: input products side by side in float32, the gated product of the MLP, fp16 parts of the output
-products; cuBLAS gives each product in fp16 and no more. Weights cold, at the shapes of a rank of two of the 27B.
+products; cuBLAS gives each product in fp16 and no more. Weights cold, at the shapes of a rank of two of the 27B. Layers follow
+one another, and where the way is such their plain weights are made ahead, as in a chunk.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..kernels.prefill import linear_block, linear_blocks, swiglu_block
-from ..kernels.tuning import using
+from ..kernels.plain_ahead import PlainAhead
+from ..kernels.prefill import ahead_elements, linear_block, linear_blocks, swiglu_block
+from ..kernels.tuning import choice_on, using
 from ..kernels.weights import Weight
 from .kernels import CASES, captured, likely_weight, random_weight, route_choice, time_in_turn
 
 COPIES = 4
 LAYERS = ("attention in", "delta in")
 _REST = ("mixer out", "gate up", "down")
+_PASSES = 5
+_HEAD_START = 6_000_000  # clocks in which the host gives the card a pass, so that it never waits for the next launch
+Calls = Sequence[Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One launch of a layer: seconds in the chain, and by itself, by our way and by cuBLAS."""
+
+    name: str
+    seconds: float
+    cublas: float
+    alone: float
+    cublas_alone: float
+
+    @property
+    def ratio(self) -> float:
+        """Share of cuBLAS's speed in the chain."""
+        return self.cublas / self.seconds
+
+    @property
+    def ratio_alone(self) -> float:
+        """Share of cuBLAS's speed by itself."""
+        return self.cublas_alone / self.alone
 
 
 @dataclass(frozen=True)
@@ -31,6 +59,7 @@ class LayerRow:
     flops: int
     seconds: float
     cublas: float
+    parts: tuple[Part, ...]
 
     @property
     def ratio(self) -> float:
@@ -42,7 +71,7 @@ def _weight(encoding: str, rows: int, columns: int, device: torch.device) -> Wei
     return (random_weight if encoding == "half" else likely_weight)(encoding, rows, columns, device)
 
 
-def _calls(name: str, tokens: int, device: torch.device) -> list[Callable[[], object]]:
+def _calls(name: str, tokens: int, device: torch.device) -> Calls:
     """Of one layer with weights of its own; what they write is scratch."""
     matrices = {case.name: case.matrices for case in CASES if case.name in (name, *_REST)}
     weights = {case: [_weight(*matrix, device) for matrix in own] for case, own in matrices.items()}
@@ -55,7 +84,7 @@ def _calls(name: str, tokens: int, device: torch.device) -> list[Callable[[], ob
 
     widths = [rows for _, rows, _ in matrices[name]]
     projection = torch.empty(tokens, sum(widths), device=device)
-    calls: list[Callable[[], object]] = [
+    calls: Calls = [
         partial(linear_blocks, x(name), weights[name], list(projection.split(widths, dim=1))),
         partial(linear_block, x("mixer out"), weights["mixer out"][0]),
         partial(swiglu_block, x("gate up"), *weights["gate up"]),
@@ -66,38 +95,96 @@ def _calls(name: str, tokens: int, device: torch.device) -> list[Callable[[], ob
     return calls
 
 
-def _plain_calls(name: str, tokens: int, device: torch.device) -> list[Callable[[], object]]:
-    calls: list[Callable[[], object]] = []
+def _plain_calls(name: str, tokens: int, device: torch.device) -> Calls:
+    """Of one layer: a call a case, which does the products of its matrices."""
+    calls: dict[str, Callable[[], object]] = {}
     for case in CASES:
         if case.name in (name, *_REST):
+            products = []
             for _, rows, columns in case.matrices:
                 plain = torch.randn(rows, columns, device=device, dtype=torch.float16)
                 x, out = (
                     torch.randn(tokens, columns, device=device).half(),
                     torch.empty(tokens, rows, device=device).half(),
                 )
-                calls.append(partial(torch.mm, x, plain.t(), out=out))
-    return calls
+                products.append(partial(torch.mm, x, plain.t(), out=out))
+            calls[case.name] = partial(_each, products)
+    return [calls[case] for case in (name, *_REST)]
 
 
-def _all(layers: Sequence[Sequence[Callable[[], object]]]) -> None:
-    for calls in layers:
-        for call in calls:
-            call()
+def _each(calls: Calls) -> None:
+    for call in calls:
+        call()
 
 
-def measure_layers(tokens: Sequence[int], device: torch.device, routes: Sequence[str]) -> Iterator[LayerRow]:
-    """Each kind of layer at each T by each way and by cuBLAS, in turn."""
+def _all(layers: Sequence[Calls], ahead: PlainAhead | None = None) -> None:
+    with ahead.reading("layers") if ahead else nullcontext():
+        for calls in layers:
+            _each(calls)
+
+
+def _ahead(layer: int, largest: int, device: torch.device) -> PlainAhead | None:
+    """Room for weights that are made ahead, where the present choice is such."""
+    if device.type != "cuda":
+        return None
+    layers = choice_on(device).layers_ahead(torch.cuda.get_device_capability(device))
+    return PlainAhead(ahead_elements(layer, largest, layers), device) if layers else None
+
+
+def in_chain(layers: Sequence[Calls], ahead: PlainAhead | None = None) -> list[float]:
+    """Median seconds of each call of a layer, from the end of the call before to its own, in passes through all layers that
+    are launched one by one; the first layer, before which nothing stands, does not count."""
+    count = len(layers[0])
+    stream = torch.cuda.Stream(priority=-1)
+    stream.wait_stream(torch.cuda.current_stream())
+    times: list[list[float]] = [[] for _ in range(count)]
+    with torch.cuda.stream(stream):
+        _all(layers, ahead)
+        for _ in range(_PASSES):
+            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(len(layers) * count + 1)]
+            events[0].record()
+            with ahead.reading("layers") if ahead else nullcontext():
+                for number, call in enumerate(call for calls in layers for call in calls):
+                    call()
+                    events[number + 1].record()
+            stream.synchronize()
+            for number in range(count, len(layers) * count):
+                times[number % count].append(events[number].elapsed_time(events[number + 1]) * 1e-3)
+    return [statistics.median(own) for own in times]
+
+
+def _alone(layers: Sequence[Calls]) -> list[float]:
+    """Seconds of each call of a layer when none but its like are launched."""
+    found = []
+    for same in zip(*layers, strict=True):
+        found += time_in_turn([captured(same)], len(same))
+    return found
+
+
+def measure_layers(
+    tokens: Sequence[int], device: torch.device, routes: Sequence[str], *, parts: bool = True
+) -> Iterator[LayerRow]:
+    """Each kind of layer at each T by each way and by cuBLAS, in turn; `parts`: its launches, too."""
     for name in LAYERS:
-        shapes = [matrix for case in CASES if case.name in (name, *_REST) for matrix in case.matrices]
+        cases = {case.name: case.matrices for case in CASES if case.name in (name, *_REST)}
+        shapes = [matrix for own in cases.values() for matrix in own]
+        values = [sum(rows * columns for _, rows, columns in own) for own in cases.values()]
         for count in tokens:
             plain = [_plain_calls(name, count, device) for _ in range(COPIES)]
             graphs = [captured([partial(_all, plain)])]
             layers = [_calls(name, count, device) for _ in range(COPIES)]
+            theirs_each = (in_chain(plain), _alone(plain)) if parts else None
+            found: list[tuple[Part, ...]] = []
             for route in routes:
                 with using(route_choice(route, device)):
-                    graphs.append(captured([partial(_all, layers)]))
+                    ahead = _ahead(sum(values), max(values), device)
+                    if theirs_each is not None:
+                        chain, alone = in_chain(layers, ahead), _alone(layers)
+                        each = zip((name, *_REST), chain, theirs_each[0], alone, theirs_each[1], strict=True)
+                        found.append(tuple(Part(*one) for one in each))
+                    graphs.append(captured([partial(_all, layers, ahead)]))  # run once before, when its order is noted
             theirs, *ours = time_in_turn(graphs, COPIES)
             flops = 2 * count * sum(rows * columns for _, rows, columns in shapes)
-            for route, seconds in zip(routes, ours, strict=True):
-                yield LayerRow(name, count, route, flops, seconds, theirs)
+            for number, (route, seconds) in enumerate(zip(routes, ours, strict=True)):
+                yield LayerRow(name, count, route, flops, seconds, theirs, found[number] if found else ())

@@ -1,5 +1,6 @@
 """Which ways for prompts suit a card: the numbers of tokens from which and up to which the wide linear is faster than the other
-ways, and whether dequantising beside the vendor's product pays. Unlike the other choices they change bits: kernels/prefill.py."""
+ways, whether dequantising beside the vendor's product pays, and whether making the next linears' weights beside this one's does.
+Unlike the other choices they change bits: kernels/prefill.py."""
 
 import math
 from collections import defaultdict
@@ -8,12 +9,15 @@ from collections.abc import Callable, Iterable
 import torch
 from msgspec.structs import replace
 
-from ..kernels.tuning import Choice, using
+from ..kernels.tuning import AHEAD, Choice, using
 from .kernels import PrefillRow, measure_prefill
+from .prompt_layers import measure_layers
 
 SURE = 97  # tokens: where the wide linear is not faster, it is not taken at all
 PROMPTS = (25, 49, SURE, 128, 192, 256, 384, 512, 768)
 LONG_PROMPT = 2048
+CHUNKS = (512, 1024, 2048)  # tokens of what prompts are read in
+SPARING_TRIED = (0, 512, 1024)
 _WORTH = 1.01
 
 
@@ -26,7 +30,27 @@ def for_prompts(chosen: Choice, device: torch.device, tell: Callable[[str], None
                 shape = f"{row.encoding} {row.rows} x {row.columns}, T {row.tokens}"
                 tell(f"{row.seconds * 1e6:8.2f} us  {shape}, {row.route}")
                 rows.append(row)
-    return with_prompts(chosen, rows)
+    found = with_prompts(chosen, rows)
+    return found if found.overlap_dequantising else ahead_for(found, device, tell)
+
+
+def ahead_for(chosen: Choice, device: torch.device, tell: Callable[[str], None]) -> Choice:
+    """The choice with plain weights made ahead, and as many multiprocessors left to that, as makes layers fastest (geometric
+    mean over kinds and lengths); without where that gains too little."""
+
+    def mean(tried: Choice, route: str) -> float:
+        with using(tried):
+            rows = list(measure_layers(CHUNKS, device, [route], parts=False))
+        for row in rows:
+            sparing = f", sparing up to {tried.sparing_up_to}" if route == "ahead" else ""
+            tell(f"{row.seconds * 1e6:8.2f} us  layer of {row.layer}, T {row.tokens}, {row.route}{sparing}")
+        return math.exp(sum(math.log(row.seconds) for row in rows) / len(rows))
+
+    times = {most: mean(replace(chosen, sparing_up_to=most), "ahead") for most in SPARING_TRIED}
+    best = min(times, key=lambda most: times[most])
+    if mean(chosen, "narrow") / times[best] <= _WORTH:
+        return replace(chosen, plain_ahead=0)
+    return replace(chosen, plain_ahead=AHEAD, sparing_up_to=best)
 
 
 def with_prompts(chosen: Choice, rows: Iterable[PrefillRow]) -> Choice:

@@ -10,6 +10,7 @@ import msgspec
 
 from ...checkpoint.errors import DuovoltError
 from ...kernels.prefill_attention import torch_attends
+from ...kernels.tuning import choice_for
 from ..engine.cuda.fitness import check_fitness, check_limits
 from ..engine.cuda.loading import LoadPlan, plan_load
 from ..engine.cuda.plan import Demand, fit, plan_memory
@@ -79,6 +80,7 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         picture_patches=patches,
         keys_in_a_row=not cards or torch_attends(cards[0].capability),
         captured=bool(cards),
+        ahead=choice_for(cards[0].name).layers_ahead(cards[0].capability) if cards else 0.0,
     )
 
 

@@ -47,6 +47,12 @@ def test_bad_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`duovolt bench serve --help`" in error
 
 
+def while_interrupted(fault: Exception) -> Exception:
+    """A fault that came of an interrupt in the middle of something, as of a graph's capture."""
+    fault.__context__ = KeyboardInterrupt()
+    return fault
+
+
 @pytest.mark.parametrize(
     "fault, code, words",
     [
@@ -54,6 +60,7 @@ def test_bad_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         (CheckFailed("a word differs."), 1, "duovolt: a word differs.\n"),
         (EnvironmentFault("the disk is full."), 3, "duovolt: the disk is full.\n"),
         (KeyboardInterrupt(), 130, "duovolt: interrupted.\n"),
+        (while_interrupted(RuntimeError("capturing stream has unjoined work")), 130, "duovolt: interrupted.\n"),
         (MemoryError(), 3, "duovolt: out of memory.\n"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 3, "duovolt: out of memory.\n"),
         (RuntimeError("CUDA out of memory. Tried to allocate"), 3, "duovolt: out of memory.\n"),

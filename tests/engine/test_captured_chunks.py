@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from duovolt.kernels.module import PORTABLE, forced_arch
+from duovolt.kernels.tuning import Choice, using
 from duovolt.runtime.engine.cuda.layers import CapturedChunk
 from duovolt.runtime.messages import SamplingParams
 from duovolt.runtime.parallel.device import CpuDeviceCollective
@@ -127,5 +128,27 @@ def test_on_a_card_captured_chunks_have_the_bits_of_those_that_are_not(tools, en
             parts.append({key[1] for key in executor._graphs._parts})
             assert all(isinstance(chunk, CapturedChunk) for chunk in executor.model._chunks.values())
     assert parts == [set(), {0, 1}]
+    for run in runs[1:]:
+        assert run.tokens == runs[0].tokens and scores(run) == scores(runs[0])
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(True, marks=needs_gpu), pytest.param(False, marks=needs_gpu)])
+def test_on_a_card_plain_weights_made_ahead_change_no_bit(tools, encoded, graphs):
+    """Chunks that multiply plain weights, in two lanes, captured and not, with the last ones of other lengths."""
+    weights, runs = encoded.cuda(torch.device("cuda:0")), []
+    for ahead in (0.0, 1.25):
+        with using(Choice(plain_ahead=ahead, sparing_up_to=0)):
+            engine = cuda_engine(
+                weights, drafts=2, lanes=2, prefill_chunk=128, max_context=320, graphs=graphs, int8=True
+            )
+            executor = engine.executor
+            assert executor.model.prompts.ahead == bool(ahead)
+            executor.warm(chunk=128)
+            for _ in range(3):
+                runs.append(tools.drive(engine, *asked(tools)))
+                held = torch.cuda.memory_reserved()
+            runs.append(tools.drive(engine, *asked(tools)))
+            assert torch.cuda.memory_reserved() == held  # nothing grows from chunk to chunk
+            assert executor._graphs.fault is None and executor._graphs.parts_fault is None
     for run in runs[1:]:
         assert run.tokens == runs[0].tokens and scores(run) == scores(runs[0])

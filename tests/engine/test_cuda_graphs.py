@@ -1,6 +1,7 @@
 """What runs in a graph runs as it is written first, and for ever where a capture fails; here without a card."""
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class Stream:
 @pytest.fixture
 def notes(monkeypatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -61,6 +62,25 @@ def test_after_a_capture_that_fails_everything_runs_as_it_is_written(notes, monk
         graphs.run("a", lambda: notes.append("work"))
     assert notes == ["work", "begin", "work", "work"] and not graphs.enabled
     assert graphs.fault == str(fault).splitlines()[0]
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("not permitted")])
+def test_no_garbage_is_collected_within_a_capture(notes, monkeypatch, fault):
+    """Among it may be graphs, and destroying one breaks the capture."""
+    graphs, seen = Graphs(torch.device("cuda"), enabled=True, overlap=False), []
+
+    def work(outside=lambda step: step()) -> None:
+        seen.append(gc.isenabled())
+        outside(lambda: seen.append(gc.isenabled()))
+        if fault is not None and len(seen) > 2:
+            raise fault
+
+    for run in (graphs.run_parts, graphs.run):
+        seen.clear()
+        run(run, work)
+        with contextlib.suppress(RuntimeError):  # then it runs as it is written, and fails again
+            run(run, work)
+        assert seen[:3] == [True, True, False] and gc.isenabled()
 
 
 @pytest.mark.parametrize("wanted", [True, False])

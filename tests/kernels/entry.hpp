@@ -14,5 +14,5 @@ extern "C" int emulate_dequantise(void (*kernel)(Matrix, unsigned short *, int, 
                                   const Matrix *matrix, unsigned short *out, int groups, int first_band, int bands,
                                   float factor, int count, const size_t *ranges) {
     set_ranges(count, ranges);
-    return emulate(blocks, 1, 256, [=] { kernel(*matrix, out, groups, first_band, bands, factor); });
+    return emulate(blocks, 1, 128, [=] { kernel(*matrix, out, groups, first_band, bands, factor); });
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from duovolt.kernels.ahead import BLOCKS, LINE, SPANS, ahead
-from duovolt.kernels.tuning import AHEAD_BYTES, AHEAD_SHARE, Choice, ahead_bytes, using
+from duovolt.kernels.tuning import ASKED_BYTES, ASKED_SHARE, Choice, asked_bytes, using
 from duovolt.perf.kernels import random_weight
 
 CPU = torch.device("cpu")
@@ -32,9 +32,9 @@ def test_of_no_matrix_nothing_is_asked_for_and_of_many_the_first():
 
 
 def test_how_much_is_the_cards_choice():
-    assert ahead_bytes(CPU) == 0
-    with using(Choice(ahead=3)):
-        assert ahead_bytes(CPU) == 3_000_000
+    assert asked_bytes(CPU) == 0
+    with using(Choice(asked=3)):
+        assert asked_bytes(CPU) == 3_000_000
 
 
 @pytest.mark.gpu
@@ -42,4 +42,4 @@ def test_how_much_is_the_cards_choice():
 def test_left_open_it_is_half_of_the_second_level_cache():
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     with using(Choice()):
-        assert ahead_bytes(torch.device("cuda")) == min(AHEAD_BYTES, int(AHEAD_SHARE * cache)) > 0
+        assert asked_bytes(torch.device("cuda")) == min(ASKED_BYTES, int(ASKED_SHARE * cache)) > 0

@@ -203,7 +203,7 @@ def test_extremes_of_every_encoding_survive(host_kernels, encode, encoding):
     )
 
 
-@pytest.mark.parametrize("blocks", [1, 3])  # of eight warps: twenty items
+@pytest.mark.parametrize("blocks", [1, 3])  # of four warps: twenty items
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_dequantised_tiles(host_kernels, encode, encoding, blocks):
     rng = np.random.default_rng(11)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from duovolt.kernels import prefill
+from duovolt.kernels import plain, prefill
 from duovolt.kernels.half_factors import shared_factors
 from duovolt.kernels.tuning import Choice, using
 from duovolt.kernels.weights import BAND, Weight
@@ -33,7 +33,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         made.append(list(plain.shape))
         addmm(x, plain, back, out)
 
-    monkeypatch.setattr(prefill, "dequantise", dequantised)
+    monkeypatch.setattr(plain, "dequantise", dequantised)
     monkeypatch.setattr(prefill, "_addmm", counted)
     monkeypatch.setattr(prefill, "_check_device", lambda x, weights: None)
     monkeypatch.setattr(prefill, "_gives_float32", lambda: False)
@@ -100,7 +100,7 @@ def test_two_threads_whose_launches_come_in_turn(encode, monkeypatch: pytest.Mon
         dequantised(weight, out, first_band, factor)
         meet.wait()
 
-    monkeypatch.setattr(prefill, "dequantise", filled)
+    monkeypatch.setattr(plain, "dequantise", filled)
     monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * 2 * BAND * 64)  # two bands a piece
     rng = np.random.default_rng(1)
     samples = [encode("fp8", rng.standard_normal((BAND * 7, 64)).astype(np.float32)) for _ in range(2)]
@@ -124,15 +124,15 @@ def test_pieces_cover_a_matrix_and_stay_within_the_memory(encode, monkeypatch: p
     out = torch.zeros(3, BAND * 7 - 5)
     for most, equal, bands in ((7, True, [7]), (3, True, [2, 2, 3]), (3, False, [3, 3, 1])):
         pieces = prefill._pieces(weight, out, most, equal=equal)
-        assert [piece.bands for piece in pieces] == bands
-        for piece in pieces:
-            piece.out.add_(1)
-            assert piece.out.data_ptr() == out[:, piece.first * BAND].data_ptr()
+        assert [piece.bands for piece, _ in pieces] == bands
+        for piece, columns in pieces:
+            columns.add_(1)
+            assert columns.data_ptr() == out[:, piece.first * BAND].data_ptr() and columns.shape[1] == piece.rows
         assert (out == 1).all()
         out.zero_()
     taken: list[int] = []
     monkeypatch.setattr(
-        prefill, "dequantise", lambda weight, out, first, factor: taken.append(out.untyped_storage().nbytes())
+        plain, "dequantise", lambda weight, out, first, factor: taken.append(out.untyped_storage().nbytes())
     )
     monkeypatch.setattr(prefill, "SCRATCH_BYTES", 2 * BAND * 16 * 4)
     with using(Choice()):

@@ -17,7 +17,7 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
     first, second = (
         Choice(STAGES | {"fp8": 5}, rows=0),
-        Choice(blocks_a_sm=2, ahead=4, early=frozenset({"exchange"})),
+        Choice(blocks_a_sm=2, asked=4, early=frozenset({"exchange"})),
     )
     tuning.store("one card", first)
     path = tuning.store("another", second)
@@ -37,8 +37,8 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"wide_up_to": 5000}}',
         '{"card": {"wide_from": 0}}',
         '{"card": {"unknown": 1}}',
-        '{"card": {"ahead": -1}}',
-        '{"card": {"ahead": 257}}',
+        '{"card": {"asked": -1}}',
+        '{"card": {"asked": 257}}',
         '{"card": {"early": ["norm"]}}',
         '{"card": {"rows": 8}}',
         '{"card": {"half_stages": {"nvfp4": 3}}}',
@@ -150,3 +150,28 @@ def test_default_rings_fit_every_card_that_has_them():
 )
 def test_what_rounds_a_prompt_differently_is_told_apart(chosen, words):
     assert chosen.prompts == words
+
+
+def test_plain_weights_are_made_ahead_where_that_was_measured_or_a_choice_says_so():
+    for capability, layers in (((7, 0), 0), ((8, 9), 0), ((9, 0), tuning.AHEAD), ((12, 0), tuning.AHEAD)):
+        assert Choice().layers_ahead(capability) == layers
+        assert Choice(plain_ahead=2.0).layers_ahead(capability) == 2 and not Choice(plain_ahead=0).layers_ahead(
+            capability
+        )
+        assert not Choice(overlap_dequantising=True).layers_ahead(capability)
+        assert not Choice(plain_ahead=2.0, overlap_dequantising=True).layers_ahead(capability)
+    for wrong in (
+        {"plain_ahead": -1.0},
+        {"plain_ahead": 9.0},
+        {"plain_ahead": float("nan")},
+        {"sparing_up_to": -1},
+        {"sparing_up_to": 1 << 17},
+    ):
+        with pytest.raises(ValueError, match="plain_ahead from 0 to 8"):
+            msgspec.convert(wrong, Choice)
+
+
+def test_a_product_of_few_tokens_leaves_an_eighth_of_the_multiprocessors_in_pairs():
+    kept = [Choice(sparing_up_to=512).multiprocessors_of(tokens, 132) for tokens in (97, 512, 513, 2048)]
+    assert kept == [116, 116, 0, 0] and Choice().multiprocessors_of(512, 132) == 116
+    assert Choice(sparing_up_to=0).multiprocessors_of(100, 132) == 0 and Choice().multiprocessors_of(512, 15) == 0

@@ -149,6 +149,14 @@ def test_tune_keeps_the_best_of_each_choice(monkeypatch, capsys):
     tuning._stored.cache_clear()
 
 
+def test_tune_keeps_what_differs_less_than_two_runs_do(monkeypatch):
+    for gain, kept in ((0.005, Choice()), (0.02, Choice(rows=32))):
+        monkeypatch.setattr(
+            kernels_tune, "time_graph", lambda calls, overlap, gain=gain: 1e-5 * (1 - gain * (choice_now().rows == 32))
+        )
+        assert kernels_tune.tune(torch.device("cpu"), lambda text: None).chosen == kept
+
+
 def test_tune_asks_an_older_card_only_for_its_blocks(monkeypatch):
     tried = []
 

@@ -10,6 +10,7 @@ from duovolt.kernels import tuning
 from duovolt.kernels.tuning import Choice
 from duovolt.perf import kernels, prompt_layers, prompts_tune
 from duovolt.perf.kernels import Case, PrefillRow
+from duovolt.perf.prompt_layers import LayerRow
 from duovolt.perf.prompts_tune import LONG_PROMPT, PROMPTS, for_prompts, with_prompts
 
 
@@ -33,8 +34,9 @@ def test_tuning_takes_the_run_of_tokens_where_the_wide_linear_is_faster(faster, 
     assert (chosen.wide_from, chosen.wide_up_to, chosen.overlap_dequantising) == expected and chosen.blocks_a_sm == 2
 
 
-def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch):
-    own, lines = Choice(rows=16), []
+@pytest.mark.parametrize(("worth", "ahead", "sparing"), [(0.9, tuning.AHEAD, 512), (0.995, 0, 0)])
+def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch, worth, ahead, sparing):
+    own, lines = Choice(rows=16, sparing_up_to=0), []
 
     def prompts(tokens, device, routes):
         assert tuning._override.get() == own
@@ -43,10 +45,20 @@ def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch):
                 seconds = {"narrow": 2.0, "wide": count / 100, "beside": 3.0}[route]
                 yield PrefillRow("fp8", 64, 32, count, route, seconds, 1.0)
 
+    def layers(tokens, device, routes, parts):
+        now = tuning._override.get()
+        assert now.wide_up_to == 192 and not parts
+        for count in tokens:
+            for name, slow in (("attention in", 1.0), ("delta in", 2.0)):
+                seconds = slow * count * (1 if routes == ["narrow"] else worth + abs(now.sparing_up_to - 512) / 10000)
+                yield LayerRow(name, count, routes[0], 1, seconds, 1.0, ())
+
     monkeypatch.setattr(prompts_tune, "measure_prefill", prompts)
+    monkeypatch.setattr(prompts_tune, "measure_layers", layers)
     found = for_prompts(own, torch.device("cpu"), lines.append)
-    assert found == Choice(rows=16, wide_from=25, wide_up_to=192)
-    assert len(lines) == 2 + 2 * len(PROMPTS) and "fp8 64 x 32, T 2048, beside" in lines[1]
+    assert found == Choice(rows=16, wide_from=25, wide_up_to=192, plain_ahead=ahead, sparing_up_to=sparing)
+    assert len(lines) == 2 + 2 * len(PROMPTS) + 6 * 4 and "fp8 64 x 32, T 2048, beside" in lines[1]
+    assert "layer of delta in, T 2048, ahead, sparing up to 1024" in lines[-7]
 
 
 def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
@@ -82,6 +94,11 @@ def test_a_layers_linears_as_the_engine_calls_them(monkeypatch, capsys):
         )
         made.append(("in", len(weights)))
 
+    def in_chain(layers, ahead=None):
+        assert ahead is None  # not on a CPU
+        found = 1e-5 if "mm" in str(layers[0][0].args[0]) else 2e-5
+        return [found] * len(layers[0])
+
     small = [Case(case.name, tuple((kind, 32, 64) for kind, *_ in case.matrices)) for case in kernels.CASES]
     monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(prompt_layers, "CASES", small)
@@ -90,6 +107,7 @@ def test_a_layers_linears_as_the_engine_calls_them(monkeypatch, capsys):
     monkeypatch.setattr(prompt_layers, "swiglu_block", lambda x, gate, up: made.append(("gates", 2)))
     monkeypatch.setattr(prompt_layers, "captured", lambda launches: [launch() for launch in launches])
     monkeypatch.setattr(prompt_layers, "time_in_turn", lambda graphs, launches: [3e-5, *[6e-5] * (len(graphs) - 1)])
+    monkeypatch.setattr(prompt_layers, "in_chain", in_chain)
     monkeypatch.setattr(kernels, "choice", lambda device: Choice())
     assert main(["bench", "kernels", "--prefill", "30", "--layers", "--route", "narrow", "beside", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -100,7 +118,13 @@ def test_a_layers_linears_as_the_engine_calls_them(monkeypatch, capsys):
     assert [fact["flops"] for fact in facts[::2]] == [
         2 * 30 * 32 * 64 * count for count in (3 + 1 + 2 + 1, 4 + 1 + 2 + 1)
     ]
-    passes = prompt_layers.COPIES * (1 + 2)  # once for the factors, then each way
+    assert all(part["seconds"] == 2 * part["cublas"] for fact in facts for part in fact["parts"])
+    assert [part["name"] for part in facts[0]["parts"]] == ["attention in", "mixer out", "gate up", "down"]
+    passes = prompt_layers.COPIES * (1 + 2 * 2)  # once for the factors, then each way, in the chain and alone
     assert made.count(("in", 3)) == made.count(("in", 4)) == made.count(("gates", 2)) / 2 == passes
     assert main(["bench", "kernels", "--prefill", "30", "--layers"]) == 0
-    assert "layer of attention in" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert (
+        "layer of attention in" in told
+        and "gate up      in the chain     20.0 us  cuBLAS     10.0 us  share 0.50" in told
+    )

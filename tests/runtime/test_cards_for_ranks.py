@@ -218,6 +218,26 @@ def test_captured_chunks_have_memory_of_their_own() -> None:
                 assert more > layer + chunk * kept  # and plain weights
 
 
+def test_plain_weights_made_ahead_are_in_the_plan() -> None:
+    """Those of so many layers for chunks of any kind, in place of one matrix for captured ones and one for the others."""
+    config = ModelConfig.from_dict(configuration("qwen3.8-27b"))
+    for tp, largest in ((1, 192 << 20), (2, 2 * 17408 * 5120)):
+        rows = 2 * 16 * 128 + 2 * 48 * 128 + 2 * 48 + 48 * 128 + 3 * 17408  # of a layer with the delta rule
+        for chunk in (512, 2048):
+            demand = Demand(config, tp, 22 * 10**9 // tp, "int8", 2, 3, chunk)
+            turn, ahead = (plan_memory(replace(demand, ahead=layers), 8192, 256) for layers in (0.0, 1.5))
+            more, kinds = int(1.5 * (rows // tp * 5120)) * 2 + (32 << 20), 2 if chunk == 512 else 1
+            assert ahead.parts["plain weights"] == more and not turn.parts["plain weights"]
+            assert turn.total + more - kinds * (largest - (20 << 20)) == ahead.total
+            assert any("plain weights" in line for line in ahead.lines())
+    held = replace(demand, ahead=1.5)
+    assert 0 < longest_context(held, 15 * 10**9, 262144) < longest_context(demand, 15 * 10**9, 262144) < 262144
+    with pytest.raises(EnvironmentFault, match=r"(?s)plain weights +0\.608 GB.*longest context that fits"):
+        fit(held, 15 * 10**9, 262144, 262144)
+    little = plan_memory(replace(demand, ahead=0.01), 8192, 256)  # the largest matrix has room
+    assert little.parts["plain weights"] == largest + (32 << 20)
+
+
 def test_the_child_answers_in_json(ranks: Path) -> None:
     """The whole way without a card: facts, or one refusal."""
     found = preflight(wishes(ranks, on_cpu=True))

@@ -124,7 +124,7 @@ class CudaExecutor:
             "draft_window": f"{window * PAGE}" if (window := self._flights.window) else "off",
             "graphs": graphs,
             "delta": self._delta,
-            "prompts": choice_on(self._device).prompts,
+            "prompts": choice_on(self._device).prompts + self.model.prompts.told,
             "collective": self._link.name,
         }
 
@@ -156,13 +156,14 @@ class CudaExecutor:
         if count < 1:
             return
         self.state.lanes.tables[lane] = 0
-        places = torch.arange(start, start + count, dtype=torch.int32, device=self._device)
-        rope, slots = places.repeat(3, 1), torch.full_like(places, -1)
-        x = self.model.embed(torch.zeros_like(places))
-        embedded = x.clone()
-        _, wide = self.model.read(x, lane, start, rope, slots)
-        if self._uses_mtp:
-            self.model.draft(embedded, wide, self.model.chunk(lane, start, rope, slots))
+        with self.model.prompts.stream():
+            places = torch.arange(start, start + count, dtype=torch.int32, device=self._device)
+            rope, slots = places.repeat(3, 1), torch.full_like(places, -1)
+            x = self.model.embed(torch.zeros_like(places))
+            embedded = x.clone()
+            _, wide = self.model.read(x, lane, start, rope, slots)
+            if self._uses_mtp:
+                self.model.draft(embedded, wide, self.model.chunk(lane, start, rope, slots))
         self.state.reset(lane)
 
     def open(self, lane: Lane) -> None:
@@ -198,6 +199,14 @@ class CudaExecutor:
         del self._images[lane.index], self._lengths[lane.index]
 
     def prefill(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:
+        with self.model.prompts.stream():
+            scores = self._read(lane, start, count)
+        self._await_last_chunk()
+        self._link.check()
+        return scores
+
+    def _read(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:
+        """A prompt's chunk: what is to be told of it."""
         assert self._lengths[lane.index] == start, "a prompt is read in order"
         prompt, index, state = lane.request.prompt, lane.index, self.state
         images = self._images[index].rows(start, count)
@@ -217,10 +226,7 @@ class CudaExecutor:
         state.hidden[index, 0] = wide[-1]
         self._images[index].release(start + count)
         self._lengths[index] = start + count
-        scores = self._echoed(lane, staged, prompt[start + 1 : start + 1 + count])
-        self._await_last_chunk()
-        self._link.check()
-        return scores
+        return self._echoed(lane, staged, prompt[start + 1 : start + 1 + count])
 
     def _await_last_chunk(self) -> None:
         """Let the host be one chunk ahead of the card and no more: a long prompt whose chunks all stood in the card's queue

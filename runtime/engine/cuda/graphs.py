@@ -1,6 +1,7 @@
 """Work captured in CUDA graphs: the first time it runs as it is written, from the second on as a graph, or as several with
 steps between them that run as they are written each time."""
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,7 +108,7 @@ class Graphs:
 
         stream = self._own_stream()
         try:
-            with torch.cuda.stream(stream), overlapping(False):
+            with torch.cuda.stream(stream), overlapping(False), _undisturbed():
                 begin()
                 try:
                     work(outside)
@@ -125,7 +126,8 @@ class Graphs:
     def _own_stream(self) -> torch.cuda.Stream:
         """Where work is captured, behind what the current stream has been given."""
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+            # What is captured goes before work beside it of torch's usual priority, the lowest.
+            self._stream, self._pool = torch.cuda.Stream(self._device, priority=-1), torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._stream
 
@@ -144,7 +146,7 @@ class Graphs:
         stream = self._own_stream()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), _undisturbed():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     with overlapping(self.overlap):
@@ -164,3 +166,15 @@ class Graphs:
 
 def _at_once(step: Step) -> None:
     step()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Within it no garbage is collected: among it may be graphs, and destroying one breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

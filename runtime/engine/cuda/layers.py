@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from ....kernels import reference
+from ....kernels import plain_ahead, reference
 from ....kernels.kvcache import DIM, KVCache
 from ....kernels.linear import MAX_TOKENS
 from ....kernels.norm import LARGEST
@@ -376,4 +376,5 @@ class CapturedChunk(ChunkLayers):
 
     def _outside(self, step: Step) -> None:
         assert self.outside is not None
+        plain_ahead.join()  # what is made beside a graph ends with it
         self.outside(step)

@@ -15,6 +15,7 @@ from ....kernels.weights import Weight
 from ...parallel.device import DeviceCollective
 from .graphs import Graphs, Outside
 from .layers import CapturedChunk, ChunkLayers, Common, Kept, Layers, captures, in_turn
+from .prompts import Prompts
 from .state import CudaState
 from .weights import CudaWeights
 
@@ -62,6 +63,7 @@ class CudaModel:
         self._graphs: Graphs | None = None
         self._kept: Kept | None = None
         self._chunks: dict[int, CapturedChunk] = {}  # by lane
+        self.prompts = Prompts(weights.config, link.size, device)
 
     def capture_chunks(self, tokens: int, graphs: Graphs) -> None:
         """From now on capture chunks of so many tokens that begin at multiples of 64, unless they are long or go in halves.
@@ -126,7 +128,9 @@ class CudaModel:
         walks = [own.walk(part, self.weights.layers, self.state.kv) for own, part in zip(passes, parts, strict=True)]
         wide = torch.empty_like(x)
         staged = []
-        for own, part, delta, into in zip(passes, parts, in_turn(walks), wide.split(halves), strict=True):
+        with self.prompts.reading(f"read in {len(halves)}", halves[0]):
+            deltas = in_turn(walks)
+        for own, part, delta, into in zip(passes, parts, deltas, wide.split(halves), strict=True):
             staged.append(self._last(part, delta, self.weights.norm, own, into)[0])
             self.state.counter.add_(own.overflows.sum())
         return torch.cat(staged), wide
@@ -147,7 +151,8 @@ class CudaModel:
         def work(outside: Outside) -> None:
             chunk.outside = outside
             kept.overflows.zero_()
-            delta = chunk.run(kept.x, self.weights.layers, self.state.kv)
+            with self.prompts.reading("read in 1", len(kept.slots)):
+                delta = chunk.run(kept.x, self.weights.layers, self.state.kv)
             kept.staged.copy_(self._last(kept.x, delta, self.weights.norm, chunk, kept.wide)[0])
             self.state.counter.add_(kept.overflows.sum())
 
@@ -169,8 +174,10 @@ class CudaModel:
         ):
             self.ops.rms_norm(source, norm, self.common.eps, out=part, overflows=layers.overflows)
         x = torch.empty_like(x)
-        layers.multiply(joined, [mtp.fc], [x])
-        return self._last(x, layers.run(x, [mtp.layer], [pool]), mtp.norm, layers)
+        with self.prompts.reading("drafts", tokens):
+            layers.multiply(joined, [mtp.fc], [x])
+            delta = layers.run(x, [mtp.layer], [pool])
+        return self._last(x, delta, mtp.norm, layers)
 
     def logits(self, hidden: Tensor, out: Tensor, asked: Decision | None = None) -> Tensor:
         """hidden fp16 [T, H], T up to 24 -> out float32 [T, V], over the whole vocabulary, padding rows included.

@@ -12,6 +12,7 @@ from ....checkpoint.errors import EnvironmentFault
 from ....kernels.delta import DeltaState, DeltaWeights
 from ....kernels.delta_chunks import workspace_bytes as delta_bytes
 from ....kernels.kvcache import DIM, KVCache
+from ....kernels.prefill import ahead_elements
 from ....kernels.prefill import workspace_bytes as linear_bytes
 from ....kernels.sampling_state import Distributions, LaneSampling
 from ....model.config import FULL, ModelConfig
@@ -22,6 +23,7 @@ from .weights import tensors_of
 
 MARGIN = 256 << 20  # left free: what the driver and the allocator round up, and other programs' small change
 GRAPHS = 192 << 20  # of captured rounds and kernels' code
+STREAM = 32 << 20  # of the vendor's products on another stream: what torch gives them on compute capability 9.0
 META = torch.device("meta")
 
 
@@ -34,6 +36,8 @@ class Demand:
     keys_in_a_row    prompts' attention takes keys and values from a copy in a row, not from the pages as on a V100; such cards
                      multiply gate and up side by side too
     captured         rounds, and prompts' chunks that are not too long, run as graphs, which have memory of their own
+    ahead            layers for whose plain weights there is memory that all chunks share, so that they are made beside the
+                     products before them; 0: none
     """
 
     config: ModelConfig
@@ -47,6 +51,7 @@ class Demand:
     picture_patches: int = 0
     keys_in_a_row: bool = True
     captured: bool = True
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def plan_memory(demand: Demand, max_context: int, pages: int) -> MemoryPlan:
         "states": demand.lanes * state_bytes(demand),
         "sampling": _sampling_bytes(demand),
         "workspace": max(_chunk_bytes(demand, max_context), _picture_bytes(demand)),
+        "plain weights": _ahead_bytes(demand),
         "graphs": GRAPHS + _captured_bytes(demand),
     }
     return MemoryPlan(demand, max_context, pages, parts)
@@ -163,6 +169,37 @@ def _sampling_bytes(demand: Demand) -> int:
     return _bytes_of(LaneSampling.empty(demand.lanes, vocabulary, META)) + _bytes_of(kept) + logits
 
 
+def _ahead_bytes(demand: Demand) -> int:
+    """Plain weights that are made ahead, and the memory that the vendor's library takes for another stream."""
+    nbytes = ahead_bytes(demand.config, demand.tp, demand.ahead)
+    return nbytes + STREAM if nbytes else 0
+
+
+def ahead_bytes(config: ModelConfig, tp: int, layers: float) -> int:
+    """Plain weights of so many layers, and of the largest matrix at least; 0 for none."""
+    text = config.text
+    mixed = max(text.num_attention_heads * text.head_dim, text.value_dim) // tp
+    layer = text.hidden_size * (_projection(config, tp) + mixed + 3 * text.intermediate_size // tp)
+    return 2 * ahead_elements(layer, _largest(config, tp, together=True), layers) if layers else 0
+
+
+def _projection(config: ModelConfig, tp: int) -> int:
+    """Rows of a layer's widest input product."""
+    text, kv_heads = config.text, max(1, config.text.num_key_value_heads // tp)
+    return max(
+        2 * (text.num_attention_heads // tp + kv_heads) * text.head_dim,
+        (2 * text.key_dim + 2 * text.value_dim + 2 * text.linear_num_value_heads) // tp,
+    )
+
+
+def _largest(config: ModelConfig, tp: int, together: bool) -> int:
+    """Values of the largest matrix that a chunk multiplies; `together`: gate and up are one."""
+    text = config.text
+    # The MTP layer's first matrix takes two hidden states side by side, and is not split.
+    gates = text.intermediate_size // tp * (2 if together else 1)
+    return text.hidden_size * max(gates, _projection(config, tp), 2 * text.hidden_size)
+
+
 def _chunk_bytes(demand: Demand, max_context: int) -> int:
     """A prompt's chunk on its way through a layer, and keys and values in a row."""
     text = demand.config.text
@@ -187,16 +224,8 @@ def _captured_bytes(demand: Demand) -> int:
 def _layer_bytes(demand: Demand) -> int:
     """A prompt's chunk on its way through a layer, plain weights of a large product."""
     text, tp = demand.config.text, demand.tp
-    kv_heads = max(1, text.num_key_value_heads // tp)
-    projection = max(
-        2 * (text.num_attention_heads // tp + kv_heads) * text.head_dim,
-        (2 * text.key_dim + 2 * text.value_dim + 2 * text.linear_num_value_heads) // tp,
-    )
-    token = 14 * text.hidden_size + 12 * projection + 6 * text.intermediate_size // tp
-    # The MTP layer's first matrix takes two hidden states side by side, and is not split.
-    gates = text.intermediate_size // tp * (2 if demand.keys_in_a_row else 1)
-    largest = text.hidden_size * max(gates, projection, 2 * text.hidden_size)
-    plain = linear_bytes(largest)
+    token = 14 * text.hidden_size + 12 * _projection(demand.config, tp) + 6 * text.intermediate_size // tp
+    plain = linear_bytes(0 if demand.ahead else _largest(demand.config, tp, demand.keys_in_a_row))
     heads = text.linear_num_value_heads // tp
     delta = delta_bytes(demand.chunk, heads, 2 * text.linear_num_key_heads // tp + heads)
     return demand.chunk * token + plain + delta

@@ -290,8 +290,8 @@ def asked_lines(device: torch.device) -> list[int]:
     return sorted(found[: library.prefetched(found, len(found))])
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_weights_of_the_next_launch_are_asked_for_and_no_bit_changes(pair, ahead):
+@pytest.mark.parametrize("asked", [0, 1])
+def test_weights_of_the_next_launch_are_asked_for_and_no_bit_changes(pair, asked):
     """Each whole line of them once, by blocks that leave the exchange and its counters alone."""
     two, (rows, columns) = pair(), (3, 1032)
     parts, weight = [part.clamp(-1e4, 1e4) for part in halves((rows, columns), 7)], torch.randn(columns)
@@ -310,13 +310,13 @@ def test_weights_of_the_next_launch_are_asked_for_and_no_bit_changes(pair, ahead
         return [one.cpu() for one in (x, out, overflows)], lines
 
     (plain, none), _ = two.run(fused)
-    with using(Choice(ahead=ahead)):
+    with using(Choice(asked=asked)):
         found = two.run(lambda link: fused(link, matrices))
     for tensors, lines in found:
         assert all(torch.equal(one, other) for one, other in zip(tensors, plain, strict=True))
         if device.type == "cpu":
             whole = [part.data_ptr() + at for part in memory for at in range(0, part.nbytes - 127, 128)]
-            assert none == [] and lines == (sorted(whole) if ahead else [])
+            assert none == [] and lines == (sorted(whole) if asked else [])
     assert [steps(link) for link in two.links] == [{3}, {3}]
 
 

@@ -1,0 +1,66 @@
+"""Where a prompt's work runs: on a stream whose products go first, while the next products' plain weights are made beside."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from ....kernels.plain_ahead import PlainAhead
+from ....kernels.tuning import choice_on
+from ....model.config import ModelConfig
+from .plan import ahead_bytes
+
+_FIRST = -1  # torch's highest priority
+
+
+class Prompts:
+    """Chunks' stream, and the memory of plain weights that are made ahead; neither where the card's choice is against it.
+
+    Where there is no room for that memory each product makes its own weights, in turn.
+    """
+
+    def __init__(self, config: ModelConfig, tp: int, device: torch.device) -> None:
+        self._device = device
+        self._ahead: PlainAhead | None = None
+        if device.type != "cuda":
+            return
+        nbytes = ahead_bytes(config, tp, choice_on(device).layers_ahead(torch.cuda.get_device_capability(device)))
+        if not nbytes:
+            return
+        try:
+            self._ahead = PlainAhead(nbytes // 2, device)
+        except torch.OutOfMemoryError:
+            print("duovolt rank: no room to make prompts' plain weights ahead: in turn", file=sys.stderr, flush=True)
+            return
+        self._stream = torch.cuda.Stream(device, priority=_FIRST)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether plain weights are made ahead."""
+        return self._ahead is not None
+
+    @property
+    def told(self) -> str:
+        """What of this decides the rounding of a prompt's products, behind what the card's choice says of it."""
+        return f",ahead:{choice_on(self._device).sparing_up_to}" if self.ahead else ""
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Within it work goes behind all that the current stream was given, and what that one is given after, behind it."""
+        if self._ahead is None:
+            yield
+            return
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outer.wait_stream(self._stream)
+
+    def reading(self, kind: str, tokens: int) -> AbstractContextManager[None]:
+        """Around a pass of so many tokens; `kind`: passes of one ask for the same weights in the same order."""
+        if self._ahead is None:
+            return nullcontext()
+        return self._ahead.reading((kind, tokens <= choice_on(self._device).wide_up_to))
