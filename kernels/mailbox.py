@@ -8,6 +8,7 @@ kernels. They raise InputError where a message does not fit the link.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from . import checks, norm
-from .tuning import choice_on
+from .ahead import ahead
+from .tuning import asked_bytes, choice_on
+from .weights import Weight
 
 SOURCE = "mailbox.cu"
 WORD_BYTES = 8
@@ -102,12 +105,20 @@ def reduce(link: Link, part: Tensor, out: Tensor) -> None:
 
 
 def reduce_norm(
-    link: Link, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None = None
+    link: Link,
+    part: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    overflows: Tensor | None = None,
+    then: Sequence[Weight] = (),
 ) -> None:
     """`reduce` and `norm.rms_norm(x, weight, eps, delta=...)` in one kernel, with the same bits.
 
     part fp16 [T, H] contiguous, H a multiple of 8 up to 8192; x float32 [T, H] and out fp16 [T, H], whose rows may stand
-    apart; weight float32 [H]; overflows int32 [T].
+    apart; weight float32 [H]; overflows int32 [T]. `then`: matrices that the next launch reads, whose first bytes are asked
+    for into the second-level cache while words travel, as many as the card's choice says; keep them until the kernel has run.
     """
     rows, columns = part.shape
     device = link.state.device
@@ -125,8 +136,16 @@ def reduce_norm(
     if overflows is not None:
         checks.check("overflows", overflows, torch.int32, (rows,), device)
     _words(link, part.numel(), 2)
-    arguments = (link.struct, part, x, strides[0], weight, out, strides[1], overflows, columns, float(eps))
-    checks.launch(SOURCE, "mailbox_reduce_norm", rows, norm.row_threads(columns), arguments, device, overlap=link.early)
+    for one in then:
+        if one.words.device != device:
+            raise InputError(f"a matrix of `then` is on {one.words.device}, the link on {device}.")
+    asked = ahead(then, asked_bytes(device))
+    arguments = (
+        *(link.struct, part, x, strides[0], weight, out, strides[1], overflows, rows, columns, float(eps)),
+        asked,
+    )
+    threads = norm.row_threads(columns)
+    checks.launch(SOURCE, "mailbox_reduce_norm", rows + asked.blocks, threads, arguments, device, overlap=link.early)
 
 
 def gather(link: Link, part: Tensor, out: Tensor) -> None:

@@ -50,6 +50,10 @@ WIDE_FROM = 49  # fewer tokens cost the decode linear two passes over the weight
 # Off: on an H200 it pays for few matrices; docs/kernels/linear.md, "More tokens", reckons with 256 on a V100.
 WIDE_UP_TO = 0
 MOST_WIDE = 4096
+# Of the next product's weights: half of the second-level cache, at most so many bytes, from where on rounds that overlap gained
+# less on an H200 (docs/collectives.md).
+ASKED_SHARE, ASKED_BYTES = 0.5, 16_000_000
+MOST_ASKED = 256
 # Making a matrix takes as long for any number of tokens, its product longer for more: an eighth of an H200's multiprocessors
 # was worth its while at 512 tokens.
 SPARING_UP_TO = 512
@@ -72,6 +76,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what the rest costs, with wrong results.
     `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), where rings, rows and blocks are its own;
     off, they go as the others do, with other bits.
+    `asked`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: half of it, at
+    most 16; 0: none.
     `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).
 
     `wide_from`, `wide_up_to`: tokens that the wide linear takes (none if the latter is 0); fewer go through the decode linear,
@@ -89,6 +95,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     half_stages: dict[str, int] = msgspec.field(default_factory=lambda: dict(HALF_STAGES))
     mixed_stages: int = MIXED_STAGES
     slices: bool = True
+    asked: int | None = None
     early: frozenset[Literal["exchange"]] = frozenset()
     wide_from: int = WIDE_FROM
     wide_up_to: int = WIDE_UP_TO
@@ -122,6 +129,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"stages from 2 to {MOST_STAGES} for {', '.join(STAGES)}, half_stages for {', '.join(HALF_STAGES)}; "
                 f"blocks_a_sm up to {MOST_BLOCKS}"
             )
+        if self.asked is not None and not 0 <= self.asked <= MOST_ASKED:
+            raise ValueError(f"asked from 0 to {MOST_ASKED} megabytes")
         if self.wide_from < 1 or not 0 <= self.wide_up_to <= MOST_WIDE:
             raise ValueError(f"wide_from at least 1, wide_up_to from 0 to {MOST_WIDE}")
         if not 0 <= (self.plain_ahead or 0) <= MOST_AHEAD or not 0 <= self.sparing_up_to <= MOST_SPARING:
@@ -252,6 +261,21 @@ def choice_on(device: torch.device) -> Choice:
 @functools.cache
 def _stored(device: int) -> Choice:
     return read().get(torch.cuda.get_device_name(device), Choice())
+
+
+def asked_bytes(device: torch.device) -> int:
+    """Of the next product's weights that an exchange asks for."""
+    chosen = choice_on(device).asked
+    if chosen is not None:
+        return chosen * 1_000_000
+    if device.type != "cuda":
+        return 0
+    return _cached_share(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cached_share(device: int) -> int:
+    return min(ASKED_BYTES, int(ASKED_SHARE * torch.cuda.get_device_properties(device).L2_cache_size))
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def tune(device: torch.device, tell: Callable[[str], None]) -> Trial:
         return found
 
     kept = choice_on(device)  # exchanges are not tried here, and stay as they were chosen
-    best, everything = Choice(early=kept.early), tuple(sets)
+    best, everything = Choice(early=kept.early, asked=kept.asked), tuple(sets)
 
     def settle(names: tuple[str, ...], choices: list[Choice]) -> Choice:
         times = [(mean(one, names), one) for one in choices]

@@ -55,8 +55,9 @@ class Call:
 
     @property
     def cold_reads(self) -> float:
-        """Bytes that it reads of these; a cache is written in a few places by what does not attend to it."""
-        return 0 if self.op == "qkv_rope" else self.nbytes or self.cold_bytes
+        """Bytes that it reads of these; a cache is written in a few places by what does not attend to it, and an exchange asks
+        for what the next launch reads."""
+        return 0 if self.op == "qkv_rope" or self.is_exchange else self.nbytes or self.cold_bytes
 
     def copied(self, made: dict[int, Any]) -> Call:
         """The same call over matrices, caches and states of its own; `made` has those that calls share."""

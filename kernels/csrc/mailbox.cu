@@ -4,6 +4,7 @@
 // the step: a rank pushes step s + 2 after a kernel that has seen the peer's step s + 1, which the peer pushed after its
 // kernel of step s had ended. The step stands in device memory and is advanced by the kernel, so that a graph's replays
 // advance it. A wait that expires poisons the link: from then on nothing is pushed, nothing awaited, and outputs are NaN.
+#include "ahead.cuh"
 #include "link.cuh"
 #include "norm_row.cuh"
 
@@ -220,17 +221,26 @@ extern "C" __global__ void mailbox_reduce(Link link, const unsigned *part, float
 }
 
 // One block a row: x += rank 0's part + rank 1's, in place; then half_out = RMSNorm(x), as `rms_norm` has it with a delta.
+// Blocks behind those ask for what the next launch reads, while words travel.
 // part: fp16 [T, columns]; x: FP32 [T, columns], one row every x_stride; half_out: fp16 likewise.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
     mailbox_reduce_norm(Link link, const uint2 *part, float *x, int x_stride, const float *weight,
-                        unsigned short *half_out, int half_stride, int *overflows, int columns, float eps) {
+                        unsigned short *half_out, int half_stride, int *overflows, int rows, int columns, float eps,
+                        Ahead ahead) {
     __shared__ __align__(16) float scratch[kRowWarps];
     const int row = blockIdx.x, quads = columns / 4, words = 2 * quads;
     if (link.early) { // a product comes next, whose weights can come while words travel
         admit_next();
     }
-    await_previous();
+    await_previous(); // no block asks before: until then the launch before keeps the memory busy
     const Turn turn = begin(link);
+    if (row >= rows) {
+        advance(link, turn);
+        const Word *last = turn.in + rows * words - 1; // once it is there, asking would only make the launch longer
+        ask_ahead(ahead, row - rows, gridDim.x - rows,
+                  [&] { return !link.far && (turn.dead || has_come(turn, look(last))); });
+        return;
+    }
     const size_t base = static_cast<size_t>(row) * words; // a row's first pairs of each quad, then its second ones
     const uint2 *own = part + static_cast<size_t>(row) * quads;
     float4 *stream = reinterpret_cast<float4 *>(x + static_cast<size_t>(row) * x_stride);
@@ -250,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
                 push(turn.out + base + quads + quad, mine[k].y, sent);
             }
         }
-        refresh(link, turn, gridDim.x * words, sent);
+        refresh(link, turn, rows * words, sent);
     }
     float4 values[kRowQuads], weights[kRowQuads]; // they come while the words travel
 #pragma unroll

@@ -6,6 +6,7 @@ happens, in the middle of a stream: it poisons the step, and `check` raises befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ...checkpoint.errors import CheckFailed, InputError
@@ -13,6 +14,8 @@ from .mailbox import MailboxCollective
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ...kernels.weights import Weight
 
 MAX_REDUCE_BYTES = 256 << 10  # of fp16: 24 tokens of 5120 columns and some more
 
@@ -59,9 +62,19 @@ class NormingCollective(DeviceCollective, Protocol):
     """A collective that can go on with what follows a sum, in the same launch."""
 
     def reduce_norm(
-        self, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None
+        self,
+        part: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        overflows: Tensor | None,
+        then: Sequence[Weight] = (),
     ) -> None:
-        """`reduce`, then `kernels.norm.rms_norm(x, weight, eps, delta=the sum, out=out)`, with the same bits."""
+        """`reduce`, then `kernels.norm.rms_norm(x, weight, eps, delta=the sum, out=out)`, with the same bits.
+
+        then: matrices that the next launch reads; they may be asked for meanwhile.
+        """
         ...
 
 

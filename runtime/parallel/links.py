@@ -7,6 +7,7 @@ maps it. What the ranks must tell each other first (the file's name, the handle)
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from ...checkpoint.errors import DuovoltError, EnvironmentFault
 from ...kernels import mailbox as ops
 from ...kernels.peer import DeviceBlock, PeerBlock, PinnedBlock
+from ...kernels.weights import Weight
 from .device import MAX_REDUCE_BYTES, CollectiveFault, check_gather, check_reduce
 from .faults import MAILBOX_DOOR, read_fault
 from .handshake import attempt, exchange_bytes
@@ -62,9 +64,16 @@ class MailboxDevice:
         ops.reduce(self.link, part, out)
 
     def reduce_norm(
-        self, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None
+        self,
+        part: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        overflows: Tensor | None,
+        then: Sequence[Weight] = (),
     ) -> None:
-        ops.reduce_norm(self.link, part, x, weight, eps, out, overflows)
+        ops.reduce_norm(self.link, part, x, weight, eps, out, overflows, then)
 
     def reduce_large(self, part: Tensor, out: Tensor) -> None:
         check_reduce(part, out, limited=False)

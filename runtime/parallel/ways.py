@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ...kernels.weights import Weight
 from .choice import Choice
 from .device import DeviceCollective
 from .links import MailboxDevice, open_mailbox
@@ -29,9 +32,16 @@ class TwoWays:
         self._mailbox.reduce(part, out)
 
     def reduce_norm(
-        self, part: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor, overflows: Tensor | None
+        self,
+        part: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        overflows: Tensor | None,
+        then: Sequence[Weight] = (),
     ) -> None:
-        self._mailbox.reduce_norm(part, x, weight, eps, out, overflows)
+        self._mailbox.reduce_norm(part, x, weight, eps, out, overflows, then)
 
     def reduce_large(self, part: Tensor, out: Tensor) -> None:
         way = self._nccl if part.numel() * part.element_size() >= self._nccl_from else self._mailbox

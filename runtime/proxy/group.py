@@ -352,8 +352,11 @@ class RankGroup:
             self._clear_names()  # both sides have mapped and connected: from now on nothing has a name to leave behind
 
     def _match_steps(self) -> None:
-        """Relay rank 0's events when every rank has given the same tokens for the same requests."""
-        while all(self._steps):
+        """Relay rank 0's events when every rank has given the same tokens for the same requests.
+
+        Nothing behind a fault: what has piled up in the sockets is read before anybody ends the ranks.
+        """
+        while all(self._steps) and not self.fault.done():
             heads = [steps.popleft() for steps in self._steps]
             views = [
                 (step.sequence, [(event.request_id, event.tokens, event.finish_reason) for event in step.events])

@@ -17,7 +17,7 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
     assert tuning.read() == {}
     first, second = (
         Choice(STAGES | {"fp8": 5}, rows=0),
-        Choice(blocks_a_sm=2, early=frozenset({"exchange"})),
+        Choice(blocks_a_sm=2, asked=4, early=frozenset({"exchange"})),
     )
     tuning.store("one card", first)
     path = tuning.store("another", second)
@@ -37,6 +37,8 @@ def test_a_choice_comes_back_beside_the_choices_of_other_cards():
         '{"card": {"wide_up_to": 5000}}',
         '{"card": {"wide_from": 0}}',
         '{"card": {"unknown": 1}}',
+        '{"card": {"asked": -1}}',
+        '{"card": {"asked": 257}}',
         '{"card": {"early": ["norm"]}}',
         '{"card": {"rows": 8}}',
         '{"card": {"half_stages": {"nvfp4": 3}}}',

@@ -1,6 +1,7 @@
 """`bench launches`: every kernel of a round is set up at its real shape; forecasts take what was measured."""
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace as with_field
 from pathlib import Path
@@ -55,7 +56,14 @@ class Halves:
         out.copy_(torch.cat((part, part), dim=1))
 
     def _reduce_norm(
-        self, part: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, overflows: Any
+        self,
+        part: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        overflows: Any,
+        then: Sequence[Any] = (),
     ) -> None:
         norm.rms_norm_reference(x, weight, eps, delta=2 * part.float(), out=out, overflows=overflows)
 
@@ -89,6 +97,21 @@ def test_the_ledger_has_the_launches_that_the_engine_makes(tp: int, norming: boo
         next(launch.kv for launch in ledger.launches if launch.family == "attention" and launch.part == "verify"),
         rel=0.2,
     )
+
+
+@torch.inference_mode()
+def test_an_exchange_names_the_matrices_that_the_next_launch_reads() -> None:
+    """Where the norm behind a sum is in the same launch: all but the last of a pass, which the head comes behind."""
+    (calls,) = subject(2, Halves(norming=True), Wanted([100], 2, 2, "int8")).rounds()
+    exchanges = [place for place, call in enumerate(calls) if call.op == "reduce_norm"]
+    assert {calls[place + 1].op for place in exchanges} == {"linears", "swiglu"}
+    assert all(place - 1 in exchanges for place, call in enumerate(calls) if call.op == "swiglu")
+    for place in exchanges:
+        *_, named = calls[place].args
+        following = calls[place + 1]
+        read = following.args[1] if following.op == "linears" else following.args[1:3]
+        assert len(named) == len(read) and all(one is other for one, other in zip(named, read, strict=True))
+        assert calls[place].cold_reads == 0  # they are the next launch's
 
 
 @torch.inference_mode()

@@ -129,7 +129,10 @@ def _parent(pid: int) -> int | None:
 
 def gone(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return (
+            ended and len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+        )  # a driver may hold other threads for a while
     return True
 
 

@@ -17,6 +17,7 @@ import torch
 
 from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.kernels import norm
+from duovolt.kernels.weights import Weight
 from duovolt.runtime.parallel import choice, nccl, trial, twins
 from duovolt.runtime.parallel.choice import Choice, Verdict, choose
 from duovolt.runtime.parallel.device import CollectiveFault, CpuDeviceCollective
@@ -118,6 +119,7 @@ class Norming(CpuDeviceCollective):
         eps: float,
         out: torch.Tensor,
         overflows: torch.Tensor | None,
+        then: Sequence[Weight] = (),
     ) -> None:
         delta = torch.empty_like(x)
         self.reduce(part, delta)

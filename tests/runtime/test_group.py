@@ -222,6 +222,15 @@ def test_a_different_second_stream_stops_everything(
     assert "TP2 LOCKSTEP FAILURE" in capsys.readouterr().err
 
 
+def test_nothing_is_relayed_behind_a_step_that_differs(plan: ServePlan, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a proxy that stood still finds in its sockets is read at once, before the ranks are ended."""
+    steps = [Step(number, [event(1, [number])]) for number in (1, 2, 3)]
+    other = [steps[0], Step(2, [event(1, [9])]), steps[2]]
+    relayed, fault = relay(plan, [[(0, step) for step in steps], [(1, step) for step in other]])
+    assert relayed == [steps[0].events] and str(fault) == "the ranks gave different tokens"
+    assert capsys.readouterr().err.count("TP2 LOCKSTEP FAILURE") == 1
+
+
 def run_rank(tmp_path: Path, **changes: Any) -> tuple[int, list[Any], str]:
     """Start one rank by hand: exit code, messages, error output."""
     script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})

@@ -75,22 +75,29 @@ class Layers(ABC):
         """As `run`, with a stop wherever what the ranks have computed is on its way to be summed."""
         delta: Tensor | None = None
         for number, layer in enumerate(layers):
-            mixer, normed = layer.mixer, self.norm(x, layer.input_norm, delta)
+            mixer, normed = layer.mixer, self.norm(x, layer.input_norm, delta, then=layer.mixer.inputs)
             if isinstance(mixer, CudaAttention):
                 mixed = self.attention(mixer, normed, pools[layer.index])
             else:
                 mixed = self.delta(mixer, layer.index, normed)
             delta = self.project(mixer.output, mixed, x)
             yield
-            normed = self.norm(x, layer.post_norm, delta)
+            normed = self.norm(x, layer.post_norm, delta, then=(layer.gate, layer.up))
             delta = self.project(layer.down, self.gated(layer, normed), x)
             yield
             if self.common.observe is not None:
                 self.common.observe(number, self.stream(x, delta))
         return delta
 
-    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
-        """x += delta; its norm in fp16 [T, H], and in float32 in `wide`."""
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        delta: Tensor | None = None,
+        wide: Tensor | None = None,
+        then: Sequence[Weight] = (),
+    ) -> Tensor:
+        """x += delta; its norm in fp16 [T, H], and in float32 in `wide`. then: matrices that the next launch multiplies it by."""
         return self.ops.rms_norm(x, weight, self.common.eps, delta=delta, wide=wide, overflows=self.overflows)
 
     def stream(self, x: Tensor, delta: Tensor | None) -> Tensor:
@@ -180,14 +187,21 @@ class RowLayers(Layers):
             return None
         return self.ops.linear(x, weight, dtype=torch.float16, overflows=self.state.counter)
 
-    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        delta: Tensor | None = None,
+        wide: Tensor | None = None,
+        then: Sequence[Weight] = (),
+    ) -> Tensor:
         """As everywhere; what `project` left is this rank's part, and is summed here."""
         if delta is None:
             return super().norm(x, weight, None, wide)
         link = self.common.link
         if wide is None and isinstance(link, NormingCollective):
             out = torch.empty_like(delta)
-            link.reduce_norm(delta, x, weight, self.common.eps, out, self.overflows)
+            link.reduce_norm(delta, x, weight, self.common.eps, out, self.overflows, then)
             return out
         total = torch.empty_like(x)
         link.reduce(delta, total)
@@ -233,7 +247,14 @@ class ChunkLayers(Layers):
         self.positions, self.slots, self._lane, self._start = positions, slots, lane, start
         self._summed: tuple[torch.cuda.Event, Tensor] | None = None  # when, and what must stay until then
 
-    def norm(self, x: Tensor, weight: Tensor, delta: Tensor | None = None, wide: Tensor | None = None) -> Tensor:
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        delta: Tensor | None = None,
+        wide: Tensor | None = None,
+        then: Sequence[Weight] = (),
+    ) -> Tensor:
         self._await_sum()
         return super().norm(x, weight, delta, wide)
 

@@ -106,6 +106,17 @@ template <class T> void write(T *address, T value) {
     }
 }
 
+// A hint, which a card ignores outside of memory: here it must be inside all the same. Lines asked for since the kernel began.
+static std::vector<uint64_t> asked;
+inline void prefetch(const void *address) {
+    stray += !inside(address, 1);
+    asked.push_back(reinterpret_cast<uint64_t>(address));
+}
+extern "C" int prefetched(uint64_t *found, int most) {
+    std::copy_n(asked.begin(), std::min<size_t>(most, asked.size()), found);
+    return static_cast<int>(asked.size());
+}
+
 inline void add(int *address, int value) { write(address, read(address) + value); }
 
 inline void arrive(Barrier &barrier) {
@@ -487,6 +498,7 @@ int emulate(void (*kernel)(A...), const int *grid, int threads, const uint64_t *
     ranges = buffers;
     range_count = buffer_count;
     stray = 0;
+    asked.clear();
     early = {};
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};

@@ -21,6 +21,7 @@ from duovolt.kernels import build as builder
 from duovolt.kernels import checks, mailbox, norm
 from duovolt.kernels.module import overlapping
 from duovolt.kernels.tuning import Choice, using
+from duovolt.perf.kernels import random_weight
 from duovolt.perf.volta_report import find_disassembler
 
 from .conftest import ON_GPU, Emulated
@@ -281,6 +282,42 @@ def test_a_sum_with_residual_and_norm_has_the_bits_of_the_plain_form(pair, colum
     else:
         assert torch.equal(first[1], expected[1])
     assert steps(two.links[0]) == {3}
+
+
+def asked_lines(device: torch.device) -> list[int]:
+    """Addresses that the last emulated kernel of this thread's rank has asked for."""
+    library, found = checks.module_on(mailbox.SOURCE, device)._library, (ctypes.c_uint64 * 4096)()
+    return sorted(found[: library.prefetched(found, len(found))])
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_weights_of_the_next_launch_are_asked_for_and_no_bit_changes(pair, asked):
+    """Each whole line of them once, by blocks that leave the exchange and its counters alone."""
+    two, (rows, columns) = pair(), (3, 1032)
+    parts, weight = [part.clamp(-1e4, 1e4) for part in halves((rows, columns), 7)], torch.randn(columns)
+    residual, device = torch.randn(rows, columns), two.links[0].state.device
+    matrices = [random_weight(*shape, device) for shape in (("nvfp4", 96, 112), ("fp8", 64, 80), ("half", 32, 48))]
+    memory = [matrices[0].words, matrices[0].block_scale, matrices[1].words, matrices[2].words]
+    for link in two.links:
+        link.tensors += memory
+
+    def fused(link, then=()):
+        x, out = residual.clone().to(device), torch.zeros(rows, columns, dtype=torch.float16, device=device)
+        overflows = torch.zeros(rows, dtype=torch.int32, device=device)
+        part = parts[link.rank].to(device)
+        mailbox.reduce_norm(link, part, x, weight.to(device), EPS, out, overflows, then)
+        lines = [] if device.type == "cuda" else asked_lines(device)
+        return [one.cpu() for one in (x, out, overflows)], lines
+
+    (plain, none), _ = two.run(fused)
+    with using(Choice(asked=asked)):
+        found = two.run(lambda link: fused(link, matrices))
+    for tensors, lines in found:
+        assert all(torch.equal(one, other) for one, other in zip(tensors, plain, strict=True))
+        if device.type == "cpu":
+            whole = [part.data_ptr() + at for part in memory for at in range(0, part.nbytes - 127, 128)]
+            assert none == [] and lines == (sorted(whole) if asked else [])
+    assert [steps(link) for link in two.links] == [{3}, {3}]
 
 
 def test_exchanges_that_let_the_next_launch_begin_give_the_same(pair):

@@ -68,7 +68,6 @@ def trials(backend: str, size: int = 2, *, cards: bool = False) -> Iterator[Tria
     for phase in (*STARTING, *restarting, *serving):
         yield Trial("SIGKILL", "proxy", phase, proxy_dies(phase))
         yield Trial("SIGSTOP for 6 s", "proxy", phase, proxy_pauses(phase))
-    for phase in serving:
         yield Trial("SIGSTOP for 6 s", "all", phase, everything_pauses(phase))
     yield Trial("SIGKILL, five times", "all", "any", everything_dies)
     for victim in range(size):

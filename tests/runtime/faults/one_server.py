@@ -228,7 +228,10 @@ def main() -> int:
             world = real_world(Path(folder), args.backend, args.serve.split(), args.ranks, args.dir, asks=False)
         if not any(strike.needs_answers for strike in strikes):
             world.shorten()
-        Striking(world, report, args.seconds).run(strikes, args.jobs)
+        try:
+            Striking(world, report, args.seconds).run(strikes, args.jobs)
+        except KeyboardInterrupt:
+            report.tell("stopped")
     print(table(report.entries))
     left = len(strikes) - len(report.entries)
     report.tell(f"{left} of {len(strikes)} were left out" if left else "all of them")

@@ -210,7 +210,7 @@ def _before_ready(world: World, server: Server, strike: Strike) -> None:
         server.wait_exit(_SLACK)
         wait_gone(pids, _SLACK)
     else:
-        pause(server.pid, WATCHDOG_SECONDS + 1)
+        pause(server.pid, seconds=WATCHDOG_SECONDS + 1)
         server.wait_ready()
         serves(world, server)
         assert server.metric("restarts_total") == 0
@@ -261,7 +261,7 @@ def _to_proxy(world: World, server: Server, strike: Strike) -> None:
         wait_gone(before.pids, _SLACK)
         logs_agree(world, server.pid, None)
         return
-    pause(server.pid, WATCHDOG_SECONDS + 1)
+    pause(server.pid, seconds=WATCHDOG_SECONDS + 1)
     for reader in readers:
         reader.join(60)
         whole(world, reader, world.long)

@@ -222,10 +222,13 @@ def rank_pauses(victim: int, phase: str) -> Callable[[World], None]:
     return run
 
 
-def pause(pid: int, seconds: float = HICCUP_SECONDS) -> None:
-    os.kill(pid, signal.SIGSTOP)
+def pause(*pids: int, seconds: float = HICCUP_SECONDS) -> None:
+    """SIGSTOP to all, and then SIGCONT in any order."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
-    os.kill(pid, signal.SIGCONT)
+    for pid in random.sample(pids, len(pids)):
+        os.kill(pid, signal.SIGCONT)
 
 
 def rank_dies_at_first(victim: int, number: signal.Signals, phase: str) -> Callable[[World], None]:
@@ -317,68 +320,43 @@ def proxy_dies(phase: str) -> Callable[[World], None]:
 
 def proxy_pauses(phase: str) -> Callable[[World], None]:
     """SIGSTOP to the proxy for longer than the watchdog waits, then SIGCONT: late, and whole."""
-
-    def run(world: World) -> None:
-        with running(world) as server:
-            readers: list[Reader] = []
-            restarts = int(phase in RESTARTING)
-            if restarts:
-                start_again(world, server, phase)
-            elif phase in STARTING:
-                wait_ranks(world, server)
-                if phase == "load":
-                    wait_loading(server)
-            else:
-                server.wait_ready()
-                readers = enter(world, server, phase)
-            pids = wait_ranks(world, server)
-            pause(server.pid, WATCHDOG_SECONDS + 1)
-            for reader in readers:
-                reader.join(60)
-                whole(world, reader, world.long)
-            if phase == "drain":
-                assert server.wait_exit(_SLACK) == 0
-                left_nothing(server, pids)
-                logs_agree(world, server.pid, None)
-                return
-            server.wait_log("ready on", count=1 + restarts)
-            server.wait_ready()
-            serves(world, server)
-            assert server.metric("restarts_total") == restarts
-            logs_agree(world, server.pid, server.metric("completion_tokens_total"))
-            ends_at_once(server)
-
-    return run
+    return lambda world: _all_is_late(world, phase, with_ranks=False)
 
 
 def everything_pauses(phase: str) -> Callable[[World], None]:
-    """SIGSTOP to the proxy and its ranks for longer than anybody waits, then SIGCONT, as a container that is frozen or a
-    machine that sleeps: late, and whole. The ranks go on one after the other."""
+    """The same of the proxy and its ranks, as a container that is frozen: they go on one after the other."""
+    return lambda world: _all_is_late(world, phase, with_ranks=True)
 
-    def run(world: World) -> None:
-        with running(world) as server:
+
+def _all_is_late(world: World, phase: str, *, with_ranks: bool) -> None:
+    with running(world) as server:
+        readers: list[Reader] = []
+        restarts = int(phase in RESTARTING)
+        if restarts:
+            start_again(world, server, phase)
+        elif phase in STARTING:
+            wait_ranks(world, server)
+            if phase == "load":
+                wait_loading(server)
+        else:
             server.wait_ready()
             readers = enter(world, server, phase)
-            pids = [server.pid, *wait_ranks(world, server)]
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-            time.sleep(WATCHDOG_SECONDS + 1)
-            for pid in random.sample(pids, len(pids)):
-                os.kill(pid, signal.SIGCONT)
-            for reader in readers:
-                reader.join(60)
-                whole(world, reader, world.long)
-            if phase == "drain":
-                assert server.wait_exit(_SLACK) == 0
-                left_nothing(server, pids)
-                logs_agree(world, server.pid, None)
-                return
-            serves(world, server)
-            assert server.metric("restarts_total") == 0
-            logs_agree(world, server.pid, server.metric("completion_tokens_total"))
-            ends_at_once(server)
-
-    return run
+        pids = wait_ranks(world, server)
+        pause(*[server.pid, *pids][: None if with_ranks else 1], seconds=WATCHDOG_SECONDS + 1)
+        for reader in readers:
+            reader.join(60)
+            whole(world, reader, world.long)
+        if phase == "drain":
+            assert server.wait_exit(_SLACK) == 0
+            left_nothing(server, pids)
+            logs_agree(world, server.pid, None)
+            return
+        server.wait_log("ready on", count=1 + restarts)
+        server.wait_ready()
+        serves(world, server)
+        assert server.metric("restarts_total") == restarts
+        logs_agree(world, server.pid, server.metric("completion_tokens_total"))
+        ends_at_once(server)
 
 
 def everything_dies(world: World, times: int = 5) -> None:
