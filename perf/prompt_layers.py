@@ -10,21 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..kernels.plain_ahead import PlainAhead
 from ..kernels.prefill import ahead_elements, linear_block, linear_blocks, swiglu_block
-from ..kernels.tuning import choice_on, using
+from ..kernels.tuning import Choice, choice_on, using
 from ..kernels.weights import Weight
 from .kernels import CASES, captured, likely_weight, random_weight, route_choice, time_in_turn
 
 COPIES = 4
 LAYERS = ("attention in", "delta in")
 _REST = ("mixer out", "gate up", "down")
-_PASSES = 5
-_HEAD_START = 6_000_000  # clocks in which the host gives the card a pass, so that it never waits for the next launch
+_PASSES, _WARM_PASSES = 9, 3
+_HEAD_START = 5_000_000  # clocks in which the host gives the card a pass, so that it never waits for the next launch
 Calls = Sequence[Callable[[], object]]
 
 
@@ -131,34 +132,53 @@ def _ahead(layer: int, largest: int, device: torch.device) -> PlainAhead | None:
     return PlainAhead(ahead_elements(layer, largest, layers), device) if layers else None
 
 
-def in_chain(layers: Sequence[Calls], ahead: PlainAhead | None = None) -> list[float]:
-    """Median seconds of each call of a layer, from the end of the call before to its own, in passes through all layers that
-    are launched one by one; the first layer, before which nothing stands, does not count."""
-    count = len(layers[0])
+@dataclass(frozen=True)
+class Way:
+    """Layers' launches, the choice that they run with, and room for weights that are made ahead."""
+
+    layers: Sequence[Calls]
+    chosen: Choice
+    ahead: PlainAhead | None = None
+
+
+def in_chain(ways: Sequence[Way]) -> list[list[float]]:
+    """By way median seconds of each call of a layer, from the end of the call before to its own, in passes through all layers
+    that are launched one by one, each way's in turn; the first layer, before which nothing stands, does not count."""
+    count = len(ways[0].layers[0])
     stream = torch.cuda.Stream(priority=-1)
     stream.wait_stream(torch.cuda.current_stream())
-    times: list[list[float]] = [[] for _ in range(count)]
+    times: list[list[list[float]]] = [[[] for _ in range(count)] for _ in ways]
     with torch.cuda.stream(stream):
-        _all(layers, ahead)
-        for _ in range(_PASSES):
-            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(len(layers) * count + 1)]
-            events[0].record()
-            with ahead.reading("layers") if ahead else nullcontext():
-                for number, call in enumerate(call for calls in layers for call in calls):
-                    call()
-                    events[number + 1].record()
-            stream.synchronize()
-            for number in range(count, len(layers) * count):
-                times[number % count].append(events[number].elapsed_time(events[number + 1]) * 1e-3)
-    return [statistics.median(own) for own in times]
+        for number in range(-_WARM_PASSES, _PASSES):
+            for way, own in zip(ways, times, strict=True):
+                with using(way.chosen):
+                    each = _timed_pass(way)
+                if number >= 0:
+                    for place, seconds in enumerate(each[count:]):
+                        own[place % count].append(seconds)
+    return [[statistics.median(one) for one in own] for own in times]
 
 
-def _alone(layers: Sequence[Calls]) -> list[float]:
+def _timed_pass(way: Way) -> list[float]:
+    """Seconds of every call of one pass on the current stream, which the host gives it before it begins."""
+    torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+    calls = [call for own in way.layers for call in own]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    events[0].record()
+    with way.ahead.reading("layers") if way.ahead else nullcontext():
+        for call, event in zip(calls, events[1:], strict=True):
+            call()
+            event.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) * 1e-3 for begin, end in pairwise(events)]
+
+
+def _alone(way: Way) -> list[float]:
     """Seconds of each call of a layer when none but its like are launched."""
     found = []
-    for same in zip(*layers, strict=True):
-        found += time_in_turn([captured(same)], len(same))
+    with using(way.chosen):
+        for same in zip(*way.layers, strict=True):
+            found += time_in_turn([captured(same)], len(same))
     return found
 
 
@@ -174,16 +194,18 @@ def measure_layers(
             plain = [_plain_calls(name, count, device) for _ in range(COPIES)]
             graphs = [captured([partial(_all, plain)])]
             layers = [_calls(name, count, device) for _ in range(COPIES)]
-            theirs_each = (in_chain(plain), _alone(plain)) if parts else None
-            found: list[tuple[Part, ...]] = []
+            ways = [Way(plain, choice_on(device))]
             for route in routes:
                 with using(route_choice(route, device)):
                     ahead = _ahead(sum(values), max(values), device)
-                    if theirs_each is not None:
-                        chain, alone = in_chain(layers, ahead), _alone(layers)
-                        each = zip((name, *_REST), chain, theirs_each[0], alone, theirs_each[1], strict=True)
-                        found.append(tuple(Part(*one) for one in each))
                     graphs.append(captured([partial(_all, layers, ahead)]))  # run once before, when its order is noted
+                    ways.append(Way(layers, choice_on(device), ahead))
+            found: list[tuple[Part, ...]] = []
+            if parts:
+                chains, alone = in_chain(ways), [_alone(way) for way in ways]
+                for chain, by_itself in zip(chains[1:], alone[1:], strict=True):
+                    each = zip((name, *_REST), chain, chains[0], by_itself, alone[0], strict=True)
+                    found.append(tuple(Part(*one) for one in each))
             theirs, *ours = time_in_turn(graphs, COPIES)
             flops = 2 * count * sum(rows * columns for _, rows, columns in shapes)
             for number, (route, seconds) in enumerate(zip(routes, ours, strict=True)):

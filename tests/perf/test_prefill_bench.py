@@ -94,10 +94,10 @@ def test_a_layers_linears_as_the_engine_calls_them(monkeypatch, capsys):
         )
         made.append(("in", len(weights)))
 
-    def in_chain(layers, ahead=None):
-        assert ahead is None  # not on a CPU
-        found = 1e-5 if "mm" in str(layers[0][0].args[0]) else 2e-5
-        return [found] * len(layers[0])
+    def in_chain(ways):
+        assert not any(way.ahead for way in ways)  # not on a CPU
+        assert [way.chosen.overlap_dequantising for way in ways[1:]] == [False, True][: len(ways) - 1]
+        return [[1e-5] * 4] + [[2e-5] * 4] * (len(ways) - 1)
 
     small = [Case(case.name, tuple((kind, 32, 64) for kind, *_ in case.matrices)) for case in kernels.CASES]
     monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
