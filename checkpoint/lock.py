@@ -1,10 +1,10 @@
-"""One process at a time writes into a directory."""
+"""One process at a time writes into a directory, or goes on with a file."""
 
 import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from .errors import InputError
 
@@ -23,6 +23,30 @@ def require_regular(path: Path) -> None:
     """Raises InputError if something else than a file bears the name of a file of ours: a pipe would hang us."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path}: not a regular file. Remove it.")
+
+
+def open_alone(path: Path) -> BinaryIO:
+    """A file to read and to write, made if it is not there, held by `flock` until it is closed.
+
+    Raises InputError if a live process holds it or it is no regular file, OSError.
+    """
+    while True:
+        if path.exists() and not path.is_file():  # a pipe would hang us
+            raise InputError(f"{path}: not a regular file. Name another.")
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666), "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:  # its last owner has removed it between our open and our lock
+            pass
+        except BlockingIOError:
+            file.close()
+            raise InputError(f"{path}: another process is writing here. Wait for it, or name another file.") from None
+        except OSError:
+            file.close()
+            raise
+        file.close()
 
 
 class DirectoryLock:

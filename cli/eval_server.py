@@ -99,6 +99,8 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--silence-seconds is above 0.")
     if args.out is not None and not args.out.resolve().parent.is_dir():
         raise InputError(f"--out {args.out}: no such folder.")
+    if args.out is not None and args.out.exists() and not args.out.is_file():
+        raise InputError(f"--out {args.out}: not a regular file. Name another.")
 
 
 def run_server(args: argparse.Namespace, text: str) -> int:

@@ -20,6 +20,7 @@ from ..runtime.parallel.links import GATHER_WORDS, MailboxDevice
 from ..runtime.parallel.shared import SharedFile
 from .collective import BUDGET_SECONDS, CANDIDATES, COLUMNS, HIDDEN, LARGE, TOKENS, Report, Row, sum_name
 from .machine import facts_of
+from .streams import streams
 
 WAYS = ("card", "host")
 IN_A_GRAPH = 100
@@ -116,17 +117,17 @@ def _normed(end: MailboxDevice, device: torch.device, tokens: int, fused: bool) 
 def _seconds(ends: list[MailboxDevice], action: Action, device: torch.device, count: int) -> float:
     """Median seconds from one exchange to the next, of a graph of `count` on each side."""
     acts = [action(end) for end in ends]
-    streams = [torch.cuda.Stream(device) for _ in ends]
+    # Were one side's stream that of the capture, the other side would begin after its end, for which it waits.
+    start, *sides = streams(device, 1 + len(ends))
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        start = torch.cuda.current_stream(device)
-        for act, stream in zip(acts, streams, strict=True):
+    with torch.cuda.graph(graph, stream=start):
+        for act, stream in zip(acts, sides, strict=True):
             stream.wait_stream(start)
             with torch.cuda.stream(stream):
                 for _ in range(count):
                     act()
-        for stream in streams:
+        for stream in sides:
             start.wait_stream(stream)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
@@ -144,9 +145,8 @@ def _check_sum(way: str, ends: list[MailboxDevice], device: torch.device) -> Non
     norm.rms_norm(torch.zeros(1, 8, device=device), torch.zeros(8, device=device), 1e-6)  # a capture must not load it
     parts = [torch.arange(rank, HIDDEN + rank, device=device).half().view(1, HIDDEN) / 4 for rank in (0, 1)]
     outs = [torch.empty(1, HIDDEN, device=device) for _ in ends]
-    streams = [torch.cuda.Stream(device) for _ in ends]
     torch.cuda.synchronize(device)
-    for end, part, out, stream in zip(ends, parts, outs, streams, strict=True):
+    for end, part, out, stream in zip(ends, parts, outs, streams(device, len(ends)), strict=True):
         with torch.cuda.stream(stream):
             end.reduce(part, out)
     torch.cuda.synchronize(device)

@@ -1,15 +1,15 @@
 """What `bench serve` leaves: a file of JSON lines, a head that says what was measured, then one line an answer."""
 
 import datetime
-import os
 import secrets
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
 from .. import __version__
 from ..checkpoint.errors import InputError, one_line
+from ..checkpoint.lock import open_alone
 
 FORMAT = "duovolt-bench-serve-1"
 MAX_BYTES = 256 << 20
@@ -131,14 +131,23 @@ class Journal:
     """The file that a run appends to."""
 
     def __init__(self, path: Path | None, head: Head, resumed: bool) -> None:
+        """Raises InputError if another process writes to the file, or has begun what was to be a new one, OSError."""
         self.head = head
-        self._file = None
-        if path is not None:
-            if resumed:
-                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-            self._file = path.open("ab")
-            if not resumed:
-                self._write(head)
+        self._file: BinaryIO | None = None
+        if path is None:
+            return
+        self._file = open_alone(path)
+        content = self._file.read()
+        if content and not resumed:
+            self._file.close()
+            raise InputError(
+                f"{path}: another run has begun it meanwhile. Repeat the command to go on with it, or name another."
+            )
+        kept = content.rfind(b"\n") + 1
+        self._file.truncate(kept)
+        self._file.seek(kept)
+        if not resumed:
+            self._write(head)
 
     def add(self, answers: list[Answer]) -> None:
         for answer in answers:

@@ -9,6 +9,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...checkpoint.errors import EnvironmentFault, InputError, one_line
+from ...checkpoint.lock import open_alone
 from .result import MAX_BYTES, Outcome
 
 FORMAT = "duovolt-eval-unfinished-1"
@@ -27,21 +28,26 @@ class Journal:
     """The answers so far of the run whose result will be `out`, in `out` with ".unfinished" added; None: nothing is kept."""
 
     def __init__(self, out: Path | None, head: Head) -> None:
-        """Raises InputError if the file is of another run, or none of ours, EnvironmentFault if it cannot be written."""
+        """Raises InputError if the file is none of ours, of another run, or held by one that goes on; EnvironmentFault if it
+        cannot be written."""
         self.path = None if out is None else out.with_name(out.name + ".unfinished")
         self.done: dict[tuple[str, str], Outcome] = {}
         self._file: BinaryIO | None = None
         if self.path is None:
             return
-        kept = self._read(self.path, head)
         try:
-            self._file = self.path.open("r+b" if kept else "wb")
+            self._file = open_alone(self.path)
+            kept = self._read(self.path, self._file, head)
             self._file.truncate(kept)
             self._file.seek(kept)
-            if not kept:
-                self._line(head)
         except OSError as error:
+            self._abandon()
             raise EnvironmentFault(f"{self.path}: {error.strerror or error}.") from None
+        except InputError:
+            self._abandon()
+            raise
+        if not kept:
+            self._line(head)
 
     def add(self, outcome: Outcome) -> None:
         self.done[outcome.id, outcome.digest] = outcome
@@ -50,9 +56,9 @@ class Journal:
     def close(self, *, finished: bool) -> None:
         """`finished`: the result is written, so what is kept here may go."""
         if self._file is not None and self.path is not None:
-            self._file.close()
             if finished or not self.done:
-                self.path.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)  # while it is ours
+            self._file.close()
 
     @property
     def hint(self) -> str:
@@ -69,16 +75,20 @@ class Journal:
             except OSError as error:
                 raise EnvironmentFault(f"{self.path}: {error.strerror or error}.") from None
 
-    def _read(self, path: Path, head: Head) -> int:
+    def _abandon(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _read(self, path: Path, file: BinaryIO, head: Head) -> int:
         """Take over what a file holds; its bytes up to the end of the last whole line, 0 if there is none."""
-        if not path.exists():
+        content = file.read(MAX_BYTES + 1)
+        whole, end, _ = content.rpartition(b"\n")  # what stands behind the last line's end was cut off
+        if not end and msgspec.json.encode(head).startswith(content):
             return 0
-        if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        if not end or len(content) > MAX_BYTES:
             raise InputError(f"{path}: no unfinished run of `duovolt eval --url`. Remove it, or name another --out.")
-        whole, end, _ = path.read_bytes().rpartition(b"\n")  # what stands behind the last line's end was cut off
         lines = whole.split(b"\n")
-        if not end:
-            return 0
         try:
             found = msgspec.json.decode(lines[0], type=Head)
             outcomes = [msgspec.json.decode(line, type=Outcome) for line in lines[1:]]

@@ -15,7 +15,7 @@ import pytest
 from duovolt.checkpoint.digest import digest_bytes
 from duovolt.checkpoint.errors import CheckFailed, EnvironmentFault, InputError
 from duovolt.cli.main import main
-from duovolt.perf import materials
+from duovolt.perf import materials, serve_matrix
 from duovolt.perf.scripted_server import ScriptedServer, scripted_server
 from duovolt.perf.serve_matrix import Matrix, ask_server, count_materials, open_run, steps_of
 from duovolt.perf.serve_record import Answer, Head, Record, Settings, read_record
@@ -245,6 +245,39 @@ def test_a_run_whose_server_broke_off_goes_on(
     Other.answer = "good"
     assert main([*COMMAND, other, "--out", str(out)]) == 0
     assert [answer.mode for answer in read_record(out).answers] == ["cold", "cached"]
+
+
+def test_only_one_run_at_a_time_writes_to_a_file(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, events = tmp_path / "run.jsonl", Other.events
+    codes: list[int] = []
+
+    def again(self: Other, body: dict[str, Any]) -> Iterator[bytes]:
+        if not codes and out.exists():
+            codes.append(-1)
+            codes[0] = main([*COMMAND, other, "--out", str(out), "--quiet"])
+        return events(self, body)
+
+    monkeypatch.setattr(Other, "events", again)
+    assert main([*COMMAND, other, "--out", str(out), "--quiet"]) == 0 and codes == [2]
+    error = capsys.readouterr().err
+    assert error == f"duovolt: {out}: another process is writing here. Wait for it, or name another file.\n"
+    assert [answer.mode for answer in read_record(out).answers] == ["cold", "cached"]
+
+
+def test_a_file_that_another_run_began_meanwhile_stays_whole(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, counted = tmp_path / "run.jsonl", serve_matrix.count_materials
+
+    def slowly(*arguments: Any) -> dict[str, int]:
+        out.write_bytes(b"of another\n")
+        return counted(*arguments)
+
+    monkeypatch.setattr(serve_matrix, "count_materials", slowly)
+    assert main([*COMMAND, other, "--out", str(out)]) == 2
+    assert "another run has begun it meanwhile" in capsys.readouterr().err and out.read_bytes() == b"of another\n"
 
 
 def test_a_line_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch, other: str) -> None:

@@ -22,6 +22,7 @@ from duovolt.kernels import checks, mailbox, norm
 from duovolt.kernels.module import overlapping
 from duovolt.kernels.tuning import Choice, using
 from duovolt.perf.kernels import random_weight
+from duovolt.perf.streams import streams
 from duovolt.perf.volta_report import find_disassembler
 
 from .conftest import ON_GPU, Emulated
@@ -442,16 +443,15 @@ def test_replays_of_a_graph_advance_the_step(pair):
     device = two.links[0].state.device
     parts = [torch.zeros(shape, dtype=torch.float16, device=device) for _ in range(2)]
     outs = [torch.zeros(shape, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    start, *sides = streams(device, 3)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        start = torch.cuda.current_stream(device)
-        for link, part, out, stream in zip(two.links, parts, outs, streams, strict=True):
+    with torch.cuda.graph(graph, stream=start):
+        for link, part, out, stream in zip(two.links, parts, outs, sides, strict=True):
             stream.wait_stream(start)
             with torch.cuda.stream(stream):
                 for _ in range(3):
                     mailbox.reduce(link, part, out)
-        for stream in streams:
+        for stream in sides:
             start.wait_stream(stream)
     for turn in range(20):
         for rank, part in enumerate(halves(shape, turn)):

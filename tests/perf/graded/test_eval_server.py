@@ -148,6 +148,57 @@ def test_answers_of_a_run_that_broke_off_are_kept(url: str, tmp_path: Path, caps
     assert capsys.readouterr().err == f"{died}\n"
 
 
+def test_only_one_run_at_a_time_goes_on_with_a_file(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, unfinished = tmp_path / "now.json", tmp_path / "now.json.unfinished"
+    command = ["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(out), "--quiet"]
+    said, codes = Known.said, []
+
+    def again(self: Known, prompt: str) -> str:
+        if not codes:
+            codes.append(None)
+            codes[0] = main(command)
+        return said(self, prompt)
+
+    monkeypatch.setattr(Known, "said", again)
+    assert main(command) == 0 and codes == [2]
+    error = capsys.readouterr().err
+    assert error == f"duovolt: {unfinished}: another process is writing here. Wait for it, or name another file.\n"
+    assert len(read_result(out).graded) == len(ANSWERS) and not unfinished.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"my notes", b"\n", b"{}\n", b'{"model":"known","server":{},"settings":{}}\nx\n', b"\xff\n"]
+)
+def test_a_file_that_is_not_of_an_unfinished_run_stays_as_it_is(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    out, unfinished = tmp_path / "now.json", tmp_path / "now.json.unfinished"
+    unfinished.write_bytes(content)
+    assert main(["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "no unfinished run of `duovolt eval --url`" in error and error.count("\n") == 1
+    assert unfinished.read_bytes() == content and not out.exists() and not [b for b in Known.bodies if "messages" in b]
+
+
+def test_a_run_killed_as_it_wrote_the_head_begins_anew(url: str, tmp_path: Path) -> None:
+    out, unfinished = tmp_path / "now.json", tmp_path / "now.json.unfinished"
+    command = ["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(out), "--quiet"]
+    Known.lives = 1
+    assert main(command) == 1
+    unfinished.write_bytes(unfinished.read_bytes()[:20])
+    Known.lives = 10_000
+    assert main(command) == 0 and len(read_result(out).graded) == len(ANSWERS)
+
+
+def test_what_cannot_become_the_result_is_refused_before_anything_is_asked(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(tmp_path)]) == 2
+    assert "not a regular file" in capsys.readouterr().err and not Known.bodies
+
+
 def test_did_it_get_dumber(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     command = ["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out"]
