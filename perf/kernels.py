@@ -4,6 +4,7 @@ Each case is launched over copies of its weights that together are many times th
 floor is a kernel that only reads as many bytes, measured in the same way at the grid that suits it best.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -107,7 +108,7 @@ def time_graph(launches: Sequence[Callable[[], object]], overlap: bool = False) 
 
 def captured(launches: Sequence[Callable[[], object]], overlap: bool = False) -> torch.cuda.CUDAGraph:
     """A graph of the launches in order; the first is run before, so that nothing is loaded in the capture."""
-    stream = torch.cuda.Stream(priority=-1)  # as the engine's captures have it: before what is made beside
+    stream = _capture_stream(torch.cuda.current_device())
     with torch.cuda.stream(stream):
         launches[0]()
     stream.synchronize()
@@ -116,6 +117,13 @@ def captured(launches: Sequence[Callable[[], object]], overlap: bool = False) ->
         for launch in launches:
             launch()
     return graph
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Of the engine's captures' priority: before what is made beside. One for all, for torch keeps a workspace of the vendor's
+    products for every stream that had one."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def time_in_turn(graphs: Sequence[torch.cuda.CUDAGraph], launches: int) -> list[float]:
