@@ -43,4 +43,5 @@ def cut(filled: Task, blocks: int, most_bytes: int) -> int:
     slot_bytes = SLICES * filled.tokens * _SUM_PITCH * 4
     if _RINGS + filled.cut.round * slot_bytes > most_bytes:  # two that take turns; gate and up of a row are in one
         filled.cut.round, rounds = (most_bytes - _RINGS) // (2 * slot_bytes) // slots * slots, 2
+    assert filled.cut.round, "less shared memory than `goes` asks for"
     return _RINGS + rounds * filled.cut.round * slot_bytes
