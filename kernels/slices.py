@@ -17,10 +17,10 @@ KERNEL = f"linear_nvfp4_slices_{TOKENS}"
 ENCODING = "nvfp4"
 FOUR_COLUMNS = 64  # of a product: columns are dealt in fours of tiles
 _FOURS = 5  # of the longest slice; others may have one less: from 4,160 to 5,120 columns
-_RINGS = SLICES * _FOURS * 576  # bytes of all warps' rings: sixteen rows of a slice each
-_SUM_PITCH = 17  # floats of a token's sums in a step of sixteen rows
+_RINGS = SLICES * _FOURS * 1152  # bytes of all warps' rings: a band of a slice each
+_SUM_PITCH = 17  # floats of a token's sums of sixteen rows
 OLDEST = 80  # the first architecture with copies that need no registers
-_LEAST_SHARED = 120 << 10  # bytes that a block must be able to have: rings, and the sums of a few steps
+_LEAST_SHARED = 163 << 10  # bytes that a block must be able to have: rings, and twice the sums of gate and up of a band
 
 
 @functools.cache
@@ -34,12 +34,14 @@ def goes(encoding: str, columns: int, arch: str, shared_bytes: int) -> bool:
 def cut(filled: Task, blocks: int, most_bytes: int) -> int:
     """Cuts a launch of bands into shares of `blocks` blocks; bytes of shared memory of each, which may have `most_bytes`."""
     paired = filled.epilogue == SWIGLU
-    units, steps = (8, 4) if paired else (4, 2)  # of a band, or of gate and up of one
+    units, slots = (
+        (8, 4) if paired else (4, 2)
+    )  # of a band, or of gate and up of one; slots hold sums of sixteen rows, or a unit's
     filled.cut.bands, left = divmod(filled.items, blocks)
     filled.cut.units, filled.cut.more = divmod(left * units, blocks)
-    most_units = filled.cut.units + bool(filled.cut.more)
-    filled.cut.round, rounds = filled.cut.bands * steps + (most_units + 1) // 2, 1
-    step_bytes = SLICES * filled.tokens * _SUM_PITCH * 4
-    if _RINGS + filled.cut.round * step_bytes > most_bytes:  # two that take turns; gate and up of a row are in one
-        filled.cut.round, rounds = (most_bytes - _RINGS) // (2 * step_bytes) // 2 * 2, 2
-    return _RINGS + rounds * filled.cut.round * step_bytes
+    filled.cut.round, rounds = filled.cut.bands * slots + filled.cut.units + bool(filled.cut.more), 1
+    slot_bytes = SLICES * filled.tokens * _SUM_PITCH * 4
+    if _RINGS + filled.cut.round * slot_bytes > most_bytes:  # two that take turns; gate and up of a row are in one
+        filled.cut.round, rounds = (most_bytes - _RINGS) // (2 * slot_bytes) // slots * slots, 2
+    assert filled.cut.round, "less shared memory than `goes` asks for"
+    return _RINGS + rounds * filled.cut.round * slot_bytes

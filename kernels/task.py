@@ -35,7 +35,7 @@ class Matrix(ctypes.Structure):
 
 class Cut(ctypes.Structure):
     """Shares of a launch in slices of K: whole bands of every block, units of what is left over, blocks that have one more,
-    and steps of a block between two barriers."""
+    and slots for sums of a block between two barriers."""
 
     _fields_ = [("bands", ctypes.c_int), ("units", ctypes.c_int), ("more", ctypes.c_int), ("round", ctypes.c_int)]
 

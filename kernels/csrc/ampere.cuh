@@ -47,18 +47,7 @@ __device__ __forceinline__ void copy_once_if(bool wanted, SharedAddress shared, 
                  : "memory");
 }
 
-// The same kShared and kGlobal bytes on; one instruction where the offsets are known to the compiler.
-template <int kShared, int kGlobal>
-__device__ __forceinline__ void copy_once_if(int wanted, SharedAddress shared, const unsigned char *global) {
-    unsigned long long first_to_leave;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
-    asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %3, 0;\n"
-                 " @wanted cp.async.cg.shared.global.L2::cache_hint [%0 + %4], [%1 + %5], 16, %2;}" ::"r"(shared),
-                 "l"(global), "l"(first_to_leave), "r"(wanted), "n"(kShared), "n"(kGlobal)
-                 : "memory");
-}
-
-// The same by all lanes.
+// The same kShared and kGlobal bytes on, by all lanes; one instruction where the offsets are known to the compiler.
 template <int kShared, int kGlobal> __device__ __forceinline__ void copy_once(SharedAddress shared, const unsigned char *global) {
     unsigned long long first_to_leave;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first_to_leave));
@@ -67,12 +56,11 @@ template <int kShared, int kGlobal> __device__ __forceinline__ void copy_once(Sh
                  : "memory");
 }
 
-// Four bytes likewise, through the first-level cache, which copies of fewer than 16 need.
-template <int kShared, int kGlobal>
-__device__ __forceinline__ void copy_few_if(int wanted, SharedAddress shared, const unsigned char *global) {
-    asm volatile("{.reg .pred wanted;\n setp.ne.b32 wanted, %2, 0;\n"
-                 " @wanted cp.async.ca.shared.global [%0 + %3], [%1 + %4], 4;}" ::"r"(shared),
-                 "l"(global), "r"(wanted), "n"(kShared), "n"(kGlobal)
+// Four or eight bytes likewise, through the first-level cache, which copies of fewer than 16 need.
+template <int kBytes, int kShared, int kGlobal>
+__device__ __forceinline__ void copy_few(SharedAddress shared, const unsigned char *global) {
+    asm volatile("cp.async.ca.shared.global [%0 + %2], [%1 + %3], %4;" ::"r"(shared), "l"(global), "n"(kShared),
+                 "n"(kGlobal), "n"(kBytes)
                  : "memory");
 }
 

@@ -251,7 +251,7 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 #define SLICES                                                                                                         \
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_slices_8(                               \
         const __grid_constant__ Task task) {                                                                           \
-        run_slices<Fp4Lane, 5, 4>(task);                                                                               \
+        run_slices<Fp4Lane, 5, 3>(task);                                                                               \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_pass_8(                                 \
         const __grid_constant__ Task task) {                                                                           \

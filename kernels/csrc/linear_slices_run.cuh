@@ -2,66 +2,58 @@
 #pragma once
 #include "linear_slices.cuh"
 
-// Sums of a round of steps: [steps, kSlices, tokens, kSumPitch]; `put`: where a lane's first one of a step stands, for row 0.
-template <bool kHalved, class Products>
-__device__ __forceinline__ void put_sums(const Task &task, const float (&sum)[4], int lane, float *put) {
+// Sums of a round: [slots, kSlices, tokens, kSumPitch]; a band has two slots, sixteen rows each, and a unit one. `put`: where a lane's first
+// one stands; `count` of four are there, `step` rows apart.
+__device__ __forceinline__ void put_sums(const Task &task, const float (&sum)[4], float *put, int count, int step) {
+    const int q = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < (kHalved ? 2 : 4); ++i) {
-        if (lane % 4 * 2 + i % 2 < task.tokens) {
-            put[i % 2 * kSumPitch + Products::template row<kHalved>(lane, i)] = sum[i];
+    for (int i = 0; i < 4; ++i) {
+        if (i < count && 2 * q + i % 2 < task.tokens) {
+            put[i % 2 * kSumPitch + i / 2 * step] = sum[i];
         }
     }
 }
 
 // One output of a round, and what else it is made of; asked for before the last products are there.
 template <class Weight> struct Output {
-    const Matrix *matrix, *up; // up: null unless gates are to be multiplied
+    const Matrix *matrix, *up;
     const float *sums, *up_sums;
-    float scale, up_scale, residual;
+    float scale = 0.0f, up_scale = 0.0f, residual = 0.0f;
     int token, row;
-    bool there;
 
-    __device__ Output(const Task &task, const Share &share, const float *round_sums, int first_step, int index) {
-        const int rows = share.paired ? kHalfRows / 2 : kHalfRows; // outputs of a step
-        int held = index % rows, own = index / rows / task.tokens;
-        const int step = first_step + own;
-        token = index / rows - own * task.tokens;
-        int band, above, place; // of the band in the launch; how far up's sums stand behind those of gate; in the band
-        there = true;
-        if (step < share.whole_steps) {
-            band = share.band_of(step);
-            place = (share.paired ? (step >> 1) % 2 : step % 2) * kHalfRows;
-            if (share.paired) { // two steps, of gate and of up, have sixteen outputs
-                held += own % 2 * rows;
-                own &= ~1;
-            }
-            place += held;
-            above = kSlices * task.tokens * kSumPitch;
+    // `index` of a round that begins with item `first`, of `whole` bands or pairs and then units.
+    __device__ Output(const Task &task, const Share &share, const float *round_sums, int first, int whole, int index) {
+        int band, place, slot;
+        const int each = kSlices * task.tokens * kSumPitch, outputs = whole * task.tokens * kRows;
+        if (index < outputs) {
+            const int own = index / kRows, item = own / task.tokens;
+            token = own - item * task.tokens;
+            place = index % kRows;
+            slot = 2 * share.steps() * item + place / kHalfRows;
+            matrix = &matrix_of(task, share.band_of(first + item), 0, band);
+            sums = round_sums + slot * each + token * kSumPitch + place % kHalfRows;
+            up_sums = sums + 2 * each;
         } else {
-            const int units = share.halved(step) ? 2 : 1;
+            const int rows = share.unit_rows(), own = (index - outputs) / rows, unit = own / task.tokens;
             int part;
-            place = share.left_row_of(step, held, part);
-            band = place / kRows;
+            token = own - unit * task.tokens;
+            place = (index - outputs) % rows;
+            slot = 2 * share.steps() * whole + unit;
+            sums = round_sums + slot * each + token * kSumPitch + place;
+            up_sums = sums + 4;
+            place = share.unit_row(first + whole - share.whole + unit, place, part);
+            matrix = &matrix_of(task, place / kRows, 0, band);
             place %= kRows;
-            above = rows / units;
-            there = held < rows / units;
         }
-        matrix = &matrix_of(task, band, 0, band);
-        up = share.paired ? &task.matrix[1] : nullptr;
         row = band * kRows + place;
-        sums = round_sums + (own * kSlices * task.tokens + token) * kSumPitch + held;
-        up_sums = sums + above;
-        scale = up_scale = residual = 0.0f;
-        if (there) {
-            scale = __ldg(matrix->scale + row * matrix->scale_stride);
-            if (up != nullptr) {
-                up_scale = __ldg(up->scale + row * up->scale_stride);
-            } else if (matrix->residual != nullptr) {
-                residual = matrix->residual[place_of(*matrix, token, row)];
-            }
+        up = share.paired ? &task.matrix[1] : nullptr;
+        scale = __ldg(matrix->scale + row * matrix->scale_stride);
+        if (up != nullptr) {
+            up_scale = __ldg(up->scale + row * up->scale_stride);
+        } else if (matrix->residual != nullptr) {
+            residual = matrix->residual[place_of(*matrix, token, row)];
         }
     }
-
     __device__ float total(const Task &task, const float *parts) const {
         float sum = parts[0];
 #pragma unroll
@@ -70,11 +62,10 @@ template <class Weight> struct Output {
         }
         return sum * Weight::kUnit;
     }
-
     __device__ void finish(const Task &task) const {
-        if (there && up == nullptr) {
+        if (up == nullptr) {
             store(task, *matrix, token, row, total(task, sums) * scale, residual);
-        } else if (there) {
+        } else {
             const float gate = total(task, sums) * scale, raised = total(task, up_sums) * up_scale;
             store(task, *up, token, row, silu(gate) * raised, 0.0f);
         }
@@ -83,39 +74,47 @@ template <class Weight> struct Output {
 
 // Dynamic shared memory: rings of all warps, then the sums of one round, or of two that take turns.
 template <class Weight, int kFours, int kAhead> __device__ __forceinline__ void run_slices(const Task &task) {
-    using Own = SliceTurns<Weight, kFours, kAhead>;
     const Share share(task);
-    Own own(task, share, dynamic_shared());
+    SliceTurns<Weight, kFours, kAhead> way(task, share, dynamic_shared());
     take_over(); // weights are on their way; what else is read, the launch before may have written
-    own.begin();
-    float *const sums = reinterpret_cast<float *>(dynamic_shared() + kSlices * Own::kRing);
-    const int lane = own.copies.lane, step_sums = kSlices * task.tokens * kSumPitch;
-    const int first_sum = opaque(static_cast<int>(threadIdx.x / 32 * task.tokens + lane % 4 * 2) * kSumPitch);
-    int buffer = 0;
+    way.begin();
+    float *const sums = reinterpret_cast<float *>(dynamic_shared() + kSlices * SliceTurns<Weight, kFours, kAhead>::kShared);
+    const int lane = threadIdx.x % 32, each = kSlices * task.tokens * kSumPitch, slots = 2 * share.steps();
+    const int own = static_cast<int>(threadIdx.x / 32 * task.tokens + lane % 4 * 2) * kSumPitch, g = lane / 4;
+    int buffer = 0, item = 0;
 #pragma unroll 1
-    for (int first = 0; first < share.steps; first += task.cut.round) {
-        const int rest = share.steps - first, count = task.cut.round < rest ? task.cut.round : rest;
-        float *const round_sums = sums + buffer * task.cut.round * step_sums;
-        float *put = round_sums + first_sum;
+    while (item < share.whole + share.units) {
+        float *const round_sums = sums + buffer * task.cut.round * each;
+        float *put = round_sums + own;
+        const int first = item;
+        int whole = 0, room = task.cut.round;
 #pragma unroll 1
-        for (int step = first; step < first + count; ++step, put += step_sums) {
-            float sum[4] = {};
-            if (share.halved(step)) {
-                own.template multiply<true>(sum, step);
-                put_sums<true, typename Own::Products>(task, sum, lane, put);
-            } else {
-                own.template multiply<false>(sum, step);
-                put_sums<false, typename Own::Products>(task, sum, lane, put);
+        for (; item < share.whole && room >= slots; ++item, ++whole, room -= slots) {
+#pragma unroll 1
+            for (int part = 0; part < share.steps(); ++part, put += 2 * each) {
+                float upper[4] = {}, lower[4] = {};
+                way.template multiply<false>(upper, lower);
+                put_sums(task, upper, put + 2 * g, 4, 1);
+                put_sums(task, lower, put + each + 2 * g, 4, 1);
             }
         }
-        const int outputs = count * task.tokens * (share.paired ? kHalfRows / 2 : kHalfRows);
+        int units = 0;
+        if (item >= share.whole) {
+#pragma unroll 1
+            for (; item < share.whole + share.units && room > 0; ++item, ++units, --room, put += each) {
+                float upper[4] = {}, lower[4];
+                way.template multiply<true>(upper, lower);
+                put_sums(task, upper, put + g, 2, 0);
+            }
+        }
+        const int outputs = task.tokens * (whole * kRows + units * share.unit_rows());
         if (static_cast<int>(threadIdx.x / 32 * 32) < outputs) { // whole warps: a barrier must not part them
             int index = threadIdx.x;
-            Output<Weight> output(task, share, round_sums, first, index < outputs ? index : 0);
+            Output<Weight> output(task, share, round_sums, first, whole, index < outputs ? index : 0);
             __syncthreads();
             for (; index < outputs; index += blockDim.x) {
                 if (index >= static_cast<int>(blockDim.x)) {
-                    output = Output<Weight>(task, share, round_sums, first, index);
+                    output = Output<Weight>(task, share, round_sums, first, whole, index);
                 }
                 output.finish(task);
             }

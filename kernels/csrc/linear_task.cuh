@@ -34,7 +34,7 @@ struct Matrix {
 };
 
 // Of a launch in slices of K (linear_slices.cuh): whole bands of every block, units of what is left over, blocks that have one more,
-// and steps of a block between two barriers.
+// and slots for the sums of a block between two barriers: sixteen rows of a band have one, and so has a unit.
 struct Cut {
     int bands, units, more, round;
 };

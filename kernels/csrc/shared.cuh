@@ -26,6 +26,12 @@ __device__ __forceinline__ unsigned shared_1(SharedAddress address) {
     return value;
 }
 
+__device__ __forceinline__ unsigned shared_4(SharedAddress address) {
+    unsigned value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
 __device__ __forceinline__ uint2 shared_8(SharedAddress address) {
     uint2 value;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));

@@ -145,6 +145,7 @@ using SharedAddress = unsigned char *;
 inline SharedAddress shared_address(void *shared) { return static_cast<unsigned char *>(shared); }
 inline unsigned shared_2(SharedAddress address) { return *reinterpret_cast<unsigned short *>(address); }
 inline unsigned shared_1(SharedAddress address) { return *address; }
+inline unsigned shared_4(SharedAddress address) { return *reinterpret_cast<unsigned *>(address); }
 inline uint2 shared_8(SharedAddress address) { return *reinterpret_cast<uint2 *>(address); }
 inline uint4 shared_16(SharedAddress address) { return *reinterpret_cast<uint4 *>(address); }
 inline uint4 read_now(const void *address) { return __ldg(static_cast<const uint4 *>(address)); }
@@ -161,13 +162,8 @@ inline void copy_once_if(bool wanted, SharedAddress shared, const unsigned char 
         copy_async(shared, global);
     }
 }
-template <int kShared, int kGlobal> void copy_once_if(int wanted, SharedAddress shared, const unsigned char *global) {
-    copy_once_if(wanted != 0, shared + kShared, global + kGlobal);
-}
-template <int kShared, int kGlobal> void copy_few_if(int wanted, SharedAddress shared, const unsigned char *global) {
-    if (wanted) {
-        groups.back().push_back({shared + kShared, global + kGlobal, true, 4});
-    }
+template <int kBytes, int kShared, int kGlobal> void copy_few(SharedAddress shared, const unsigned char *global) {
+    groups.back().push_back({shared + kShared, global + kGlobal, true, kBytes});
 }
 template <int kShared, int kGlobal> void copy_once(SharedAddress shared, const unsigned char *global) {
     copy_async(shared + kShared, global + kGlobal);
