@@ -109,6 +109,7 @@ def time_graph(launches: Sequence[Callable[[], object]], overlap: bool = False) 
 def captured(launches: Sequence[Callable[[], object]], overlap: bool = False) -> torch.cuda.CUDAGraph:
     """A graph of the launches in order; the first is run before, so that nothing is loaded in the capture."""
     stream = _capture_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())  # on which weights were made
     with torch.cuda.stream(stream):
         launches[0]()
     stream.synchronize()
