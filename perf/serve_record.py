@@ -10,6 +10,7 @@ import msgspec
 from .. import __version__
 from ..checkpoint.errors import InputError, one_line
 from ..checkpoint.lock import open_alone
+from .counts import Count
 
 FORMAT = "duovolt-bench-serve-1"
 MAX_BYTES = 256 << 20
@@ -19,12 +20,12 @@ Mode = Literal["cold", "cached"]
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What decides the requests. A file is only gone on with under the same ones."""
 
-    contexts: list[int]
+    contexts: list[Count]
     materials: list[str]
-    lanes: list[int]
-    seeds: int
-    cold_seeds: int
-    tokens: int
+    lanes: list[Count]
+    seeds: Count
+    cold_seeds: Count
+    tokens: Count
     temperature: float
     ignore_eos: bool = True
 
@@ -43,7 +44,7 @@ class Head(msgspec.Struct, frozen=True):
     server: dict[str, str]
     machine: dict[str, str]
     format: str = FORMAT
-    materials: dict[str, int] = {}
+    materials: dict[str, Count] = {}
 
     @staticmethod
     def new(
@@ -60,19 +61,19 @@ class Head(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """One answer: where in the matrix it stands, and what was measured (see serve_stream.Streamed)."""
 
-    context: int
+    context: Count
     material: str
-    lanes: int
+    lanes: Count
     mode: Mode
-    seed: int
-    lane: int
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None
+    seed: Count
+    lane: Count
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count | None
     first_ms: float
     decode_ms: float
-    proposed: int | None
-    accepted: int | None
+    proposed: Count | None
+    accepted: Count | None
 
     @property
     def step(self) -> tuple[int, str, int, str, int]:

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError, one_line
+from .counts import Count
 
 CONNECT_SECONDS = 10.0
 _SHOWN = 200
@@ -34,18 +35,18 @@ class _Choice(msgspec.Struct):
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: Count
+    completion_tokens: Count
     prompt_tokens_details: _Details | None = None
 
 
 class _Timings(msgspec.Struct):
-    drafts_proposed: int = 0
-    drafts_accepted: int = 0
+    drafts_proposed: Count = 0
+    drafts_accepted: Count = 0
 
 
 class _Chunk(msgspec.Struct):

@@ -12,6 +12,7 @@ import msgspec
 
 from ..checkpoint.digest import digest_bytes
 from ..checkpoint.errors import CheckFailed, InputError, one_line
+from .counts import Count
 from .graded.result import TextScore
 from .serve_stream import Endpoint
 
@@ -32,7 +33,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int
+    prompt_tokens: Count
 
 
 class _Completion(msgspec.Struct):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from ...checkpoint.errors import CheckFailed, InputError, one_line
+from ..counts import Count
 from ..serve_stream import Endpoint
 from .grade import grade
 from .items import Item, digest_of
@@ -22,7 +23,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
+    completion_tokens: Count = 0
 
 
 class _Answer(msgspec.Struct):

@@ -9,6 +9,7 @@ import msgspec
 
 from ... import __version__
 from ...checkpoint.errors import InputError, one_line
+from ..counts import Count
 
 FORMAT = "duovolt-eval-1"
 MAX_BYTES = 64 << 20
@@ -23,15 +24,15 @@ class Outcome(msgspec.Struct, frozen=True):
     digest: str
     passed: bool
     why: str
-    tokens: int
+    tokens: Count
 
 
 class TextScore(msgspec.Struct, frozen=True):
     """Held-out text under a server. `windows`: nats of each; `digest` of how the text was cut into windows and tokens."""
 
     nats: float
-    tokens: int
-    bytes: int
+    tokens: Count
+    bytes: Count
     windows: list[float]
     digest: str
 
@@ -52,7 +53,7 @@ class CoarseDivergence(msgspec.Struct, frozen=True):
     largest: float
     agreement: float
     seen: float
-    tokens: int
+    tokens: Count
     reference: str
 
 

@@ -6,7 +6,7 @@ import statistics
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,19 @@ def test_a_run_whose_server_broke_off_goes_on(
     Other.answer = "good"
     assert main([*COMMAND, other, "--out", str(out)]) == 0
     assert [answer.mode for answer in read_record(out).answers] == ["cold", "cached"]
+
+
+def test_counts_of_a_file_that_are_none_are_told_in_one_line(
+    other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.jsonl"
+    assert main([*COMMAND, other, "--out", str(out), "--quiet"]) == 0
+    *before, last = out.read_text().splitlines()
+    for field, count in product(("completion_tokens", "accepted", "lanes"), (-1, 10**400, True)):
+        out.write_text("\n".join([*before, json.dumps(json.loads(last) | {field: count})]) + "\n")
+        assert main(["bench", "serve", "--report", str(out)]) == 2, field
+        error = capsys.readouterr().err
+        assert "not a file of `duovolt bench serve`" in error and error.count("\n") == 1
 
 
 def test_only_one_run_at_a_time_writes_to_a_file(

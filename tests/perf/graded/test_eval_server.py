@@ -36,6 +36,7 @@ class Known(BaseHTTPRequestHandler):
     wrong: set[str] = set()
     rival = 0.3
     most = 10_000  # characters of a prompt
+    used = 7  # tokens of an answer
     lives = 10_000  # answers to questions that it gives until its ranks are gone
     bodies: list[dict[str, Any]] = []
 
@@ -57,7 +58,7 @@ class Known(BaseHTTPRequestHandler):
             Known.lives -= 1
             text = self.said(body["messages"][0]["content"])
             choice = {"message": {"content": text}, "finish_reason": "stop"}
-            self.reply(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
+            self.reply(200, {"choices": [choice], "usage": {"completion_tokens": self.used}})
 
     def complete(self, body: dict[str, Any]) -> None:
         if self.mode == "no echo" or len(body["prompt"]) > self.most:
@@ -168,18 +169,18 @@ def test_only_one_run_at_a_time_goes_on_with_a_file(
     assert len(read_result(out).graded) == len(ANSWERS) and not unfinished.exists()
 
 
-@pytest.mark.parametrize(
-    "content", [b"my notes", b"\n", b"{}\n", b'{"model":"known","server":{},"settings":{}}\nx\n', b"\xff\n"]
-)
 def test_a_file_that_is_not_of_an_unfinished_run_stays_as_it_is(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, unfinished = tmp_path / "now.json", tmp_path / "now.json.unfinished"
-    unfinished.write_bytes(content)
-    assert main(["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert "no unfinished run of `duovolt eval --url`" in error and error.count("\n") == 1
-    assert unfinished.read_bytes() == content and not out.exists() and not [b for b in Known.bodies if "messages" in b]
+    head = b'{"model":"known","server":{},"settings":{}}\n'
+    for content in (b"my notes", b"\n", b"{}\n", head + b"x\n", b"\xff\n"):
+        unfinished.write_bytes(content)
+        assert main(["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert "no unfinished run of `duovolt eval --url`" in error and error.count("\n") == 1
+        assert unfinished.read_bytes() == content and not out.exists()
+    assert not [body for body in Known.bodies if "messages" in body]
 
 
 def test_a_run_killed_as_it_wrote_the_head_begins_anew(url: str, tmp_path: Path) -> None:
@@ -272,6 +273,31 @@ def test_what_cannot_be_measured_is_told_in_one_line(
     assert main(["eval", "--url", url, *options]) == code
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_count_that_is_none_is_told_in_one_line(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a server, and of a file."""
+    out, unfinished = tmp_path / "now.json", tmp_path / "now.json.unfinished"
+    command = ["eval", "--url", url, "--what", "graded", "--kinds", "choice", "--out", str(out), "--quiet"]
+    Known.lives = 1
+    assert main(command) == 1
+    capsys.readouterr()
+    kept = unfinished.read_bytes()
+    Known.lives = 10_000
+    for count in (-1, 10**30, 10**400, True, 1.5):
+        with monkeypatch.context() as patch:
+            patch.setattr(Known, "used", count)
+            assert main(command) == 1
+        error = capsys.readouterr().err
+        assert "no chat answer" in error and error.count("\n") == 1
+        unfinished.write_bytes(kept.replace(b'"tokens":7', b'"tokens":' + json.dumps(count).encode()))
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "no unfinished run" in error and error.count("\n") == 1
+        unfinished.write_bytes(kept)
+    assert main(command) == 0
 
 
 def test_a_server_without_echo_still_answers_questions(url: str, capsys: pytest.CaptureFixture[str]) -> None:
