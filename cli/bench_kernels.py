@@ -163,6 +163,8 @@ def run(args: argparse.Namespace) -> int:
         1 <= n <= 1 << 16 for n in args.prefill or []
     ):
         raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
+    if "ahead" in (args.route or []) and not args.layers:
+        raise InputError("--route ahead has no effect on a linear by itself: add --layers.")
     device = the_device()
     silent = args.json or args.quiet
     if not silent:

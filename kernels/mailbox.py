@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..checkpoint.errors import InputError
 from . import checks, norm
+from .ahead import BLOCKS as ASKING
 from .ahead import ahead
 from .tuning import asked_bytes, choice_on
 from .weights import Weight
@@ -139,7 +140,8 @@ def reduce_norm(
     for one in then:
         if one.words.device != device:
             raise InputError(f"a matrix of `then` is on {one.words.device}, the link on {device}.")
-    asked = ahead(then, asked_bytes(device))
+    free = rows + ASKING <= MAX_BLOCKS  # each block has its counter
+    asked = ahead(then, asked_bytes(device) if free else 0)
     arguments = (
         *(link.struct, part, x, strides[0], weight, out, strides[1], overflows, rows, columns, float(eps)),
         asked,

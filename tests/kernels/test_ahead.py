@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from duovolt.kernels import mailbox
 from duovolt.kernels.ahead import BLOCKS, LINE, SPANS, ahead
 from duovolt.kernels.tuning import ASKED_BYTES, ASKED_SHARE, Choice, asked_bytes, using
 from duovolt.perf.kernels import random_weight
@@ -35,6 +36,18 @@ def test_how_much_is_the_cards_choice():
     assert asked_bytes(CPU) == 0
     with using(Choice(asked=3)):
         assert asked_bytes(CPU) == 3_000_000
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(24, 40), (496, 512), (497, 497), (512, 512)])
+def test_no_block_asks_that_would_have_no_counter(monkeypatch, rows, blocks):
+    grids = []
+    monkeypatch.setattr(mailbox.checks, "launch", lambda source, name, grid, *rest, **more: grids.append(grid))
+    inboxes, state, expired = (1 << 20, 1 << 21), mailbox.new_state(CPU), torch.zeros(1, dtype=torch.int32)
+    link = mailbox.Link(*inboxes, state, expired, 1.0, 6000, 0, far=False)
+    part, x = torch.zeros(rows, 8, dtype=torch.float16), torch.zeros(rows, 8)
+    with using(Choice(asked=1)):
+        mailbox.reduce_norm(link, part, x, torch.zeros(8), 1e-6, torch.empty_like(part), then=MATRICES)
+    assert grids == [blocks] and blocks <= mailbox.MAX_BLOCKS
 
 
 @pytest.mark.gpu
