@@ -33,10 +33,10 @@ SLICED = (
 )
 _SLICED_CHAINS = 16
 # What half a band of nvfp4 costs, of a whole one, by the instructions of a turn; sixteen rows of gate and of up against a band of
-# each. Bands of fp8, which waits for bytes, a multiprocessor: from and below which halves of them took less time on an H200
-# (docs/kernels/linear.md).
+# each. Bands of fp8, which waits for bytes, a multiprocessor: below so many halves of them took less time on an H200, where launches
+# overlap (docs/kernels/linear.md).
 _HALF_COST, _PAIR_COST = 0.58, 0.5
-_HALVED_FP8 = (1.5, 8.0)
+_HALVED_FP8 = 8.0
 _HALVED_TOKENS = 8  # of more only gate and up, side by side, were sooner
 # Blocks a multiprocessor for gate and up side by side, by padded T: as many as it holds (kBlocks in csrc/linear.cuh). There are
 # more items than that, and blocks that begin second would go wherever a slot is free first.
@@ -158,7 +158,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if tokens > _HALVED_TOKENS and not paired:
             return BAND
         if kernel == "fp8":
-            sooner = not paired and _HALVED_FP8[0] <= items / multiprocessors < _HALVED_FP8[1]
+            sooner = not paired and items / multiprocessors < _HALVED_FP8
         else:
             cost = _PAIR_COST if paired else _HALF_COST
             sooner = -(-2 * items // multiprocessors) * cost < -(-items // multiprocessors)

@@ -261,7 +261,7 @@ def test_a_draft_window_changes_drafts_and_no_token(tools, encoded, device):
     ask, weights = tools.request(1, (PROMPT * 18)[:200], 8), encoded.cuda(device)
     plain = tools.drive(cuda_engine(weights), ask).tokens[1]
     logits = {}
-    assert cuda_engine(weights).executor.facts["prompts"] == "plain"
+    assert cuda_engine(weights).executor.facts["prompts"].partition(",")[0] == "plain"
     for window in (0, 64, 256):
         engine = cuda_engine(weights, drafts=3, draft_window=window)
         assert tools.drive(engine, ask).tokens[1] == plain

@@ -91,7 +91,7 @@ def test_rows_of_an_item_are_forced_or_those_that_end_sooner():
         rows(free, "nvfp4", 272, paired=True) == rows(free, "nvfp4", 272, paired=True, tokens=24) == 16
     )  # five against six
     assert rows(free, "nvfp4", 264, paired=True) == 32  # no sooner
-    assert [rows(free, "fp8", items) for items in (160, 224, 448, 2048)] == [32, 16, 16, 32]
+    assert [rows(free, "fp8", items) for items in (100, 160, 224, 448, 2048)] == [16, 16, 16, 16, 32]
     assert rows(free, "fp8", 272, paired=True) == 32
 
 
