@@ -33,8 +33,8 @@ SLICED = (
 )
 _SLICED_CHAINS = 16
 # What half a band of nvfp4 costs, of a whole one, by the instructions of a turn; sixteen rows of gate and of up against a band of
-# each. Bands of fp8, which waits for bytes, a multiprocessor: below so many halves of them took less time on an H200, where launches
-# overlap (docs/kernels/linear.md).
+# each. Bands of fp8, which waits for bytes, a multiprocessor: below so many halves of them took less time on an H200, where
+# launches overlap (docs/kernels/linear.md).
 _HALF_COST, _PAIR_COST = 0.58, 0.5
 _HALVED_FP8 = 8.0
 _HALVED_TOKENS = 8  # of more only gate and up, side by side, were sooner
