@@ -60,7 +60,11 @@ template <class T> T __ldcs(const T *address) { return __ldg(address); }
 inline void __syncwarp() {} // orders loads for the compiler only
 inline void prefetch(const void *) {}
 inline void take_over() { awaited = true; }
+#ifndef WITHOUT_BARRIERS // as test_races.py plants a race
 inline void __syncthreads() { pthread_barrier_wait(&block_barrier); }
+#else
+inline void __syncthreads() {}
+#endif
 
 inline float from_half(unsigned bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
