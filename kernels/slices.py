@@ -34,9 +34,8 @@ def goes(encoding: str, columns: int, arch: str, shared_bytes: int) -> bool:
 def cut(filled: Task, blocks: int, most_bytes: int) -> int:
     """Cuts a launch of bands into shares of `blocks` blocks; bytes of shared memory of each, which may have `most_bytes`."""
     paired = filled.epilogue == SWIGLU
-    units, slots = (
-        (8, 4) if paired else (4, 2)
-    )  # of a band, or of gate and up of one; slots hold sums of sixteen rows, or a unit's
+    # Of a band, or of gate and up of one; slots hold sums of sixteen rows, or a unit's.
+    units, slots = (8, 4) if paired else (4, 2)
     filled.cut.bands, left = divmod(filled.items, blocks)
     filled.cut.units, filled.cut.more = divmod(left * units, blocks)
     filled.cut.round, rounds = filled.cut.bands * slots + filled.cut.units + bool(filled.cut.more), 1

@@ -59,10 +59,8 @@ MOST_ASKED = 256
 SPARING_UP_TO = 512
 MOST_SPARING = 1 << 16
 _SPARED = 8  # one in so many multiprocessors
-AHEAD, MOST_AHEAD = (
-    1.25,
-    8.0,
-)  # layers of plain weights: with less than one a matrix waits for the product before its own
+# Layers of plain weights: with less than one a matrix waits for the product before its own.
+AHEAD, MOST_AHEAD = 1.25, 8.0
 _AHEAD_FROM = (9, 0)  # compute capability, where it was measured
 
 
