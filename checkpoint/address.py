@@ -40,11 +40,9 @@ def require_host(host: str, where: str) -> None:
 
 def require_certificates() -> None:
     """Raises InputError if the certificates that the environment names, to be trusted in place of the usual ones, are none."""
-    for name, kind in (("SSL_CERT_FILE", "cafile"), ("SSL_CERT_DIR", "capath")):
-        if place := os.environ.get(name):
-            try:
-                ssl.create_default_context(**{kind: place})
-            except OSError as error:
-                said = error.strerror or error
-                raise InputError(f"{name}={place}: {said}; name a PEM file of certificates, or unset it.") from None
-            return  # with a file nobody reads the directory
+    if file := os.environ.get("SSL_CERT_FILE"):
+        try:
+            ssl.create_default_context(cafile=file)
+        except OSError as error:
+            said = error.strerror or error
+            raise InputError(f"SSL_CERT_FILE={file}: {said}; name a PEM file of certificates, or unset it.") from None

@@ -11,7 +11,7 @@ from typing import Any
 class _Output(io.FileIO):
     """Standard output, whose errors name it: the system does not say which file was full."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
@@ -22,7 +22,7 @@ class _Output(io.FileIO):
 class _Words(io.FileIO):
     """Standard error: what nobody can be told (a full disk, a reader that has left) is lost, and changes no verdict."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             written = super().write(data)
         except OSError:
