@@ -99,6 +99,11 @@ class Engine:
         return {**self.executor.facts, "prefix_cache": prefixes}
 
     @property
+    def overflows(self) -> int:
+        """Values so far that did not fit fp16 and were cut: this rank's share of them."""
+        return self.executor.overflows
+
+    @property
     def pages(self) -> int:
         """Pages of keys and values there are."""
         return self._pool.pages

@@ -36,6 +36,7 @@ class Executor(Protocol):
 
     pages        pages of each of its pools; the main layers' and the MTP layer's share numbers and tables
     state_bytes  what one saved state takes at most
+    overflows    values so far that did not fit fp16 and were cut
     facts        choices for the log line: kv, draft_head, graphs, ...
 
     A lane's pages are `lane.pages`: those of its first tokens, in order, and always enough for the next two rounds. The
@@ -47,6 +48,9 @@ class Executor(Protocol):
 
     @property
     def state_bytes(self) -> int: ...
+
+    @property
+    def overflows(self) -> int: ...
 
     @property
     def facts(self) -> dict[str, str]: ...

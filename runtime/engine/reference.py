@@ -39,6 +39,8 @@ class ReferenceExecutor:
     tower         reads pictures
     """
 
+    overflows = 0  # all is float32
+
     def __init__(
         self,
         model: Model,

@@ -415,7 +415,7 @@ def test_overflows_are_said_once(tools, encoded, capsys):
 def _overflows(tools, weights) -> int:
     engine = cuda_engine(weights, drafts=1)
     tools.drive(engine, tools.request(1, PROMPT, 3))
-    return engine.executor.overflows
+    return engine.overflows
 
 
 def test_warming_leaves_no_trace(tools, encoded, device):
