@@ -2,7 +2,7 @@
 
 | words | what | written by |
 |---|---|---|
-| 2 ranks x 8 | progress: steps, 1 while busy, monotonic ns of the last step and of where a wait in vain began, overflows | its rank |
+| 2 ranks x 8 | progress: steps, 1 while busy, ns of the last step and where a wait in vain began; overflows | its rank |
 | 2 ranks x 2 x 16 | lockstep record, double-buffered | its rank |
 | 2 ranks x 8 | mailbox wrap generation | the peer |
 | 2 ranks x 2 x (1 + slot) | mailbox inbox, double-buffered | the peer |
