@@ -343,6 +343,7 @@ class RankGroup:
             "conversion id": (hello.conversion_id, expected.conversion_id),
             "recipe": (hello.recipe, expected.recipe),
             "tokenizer": (hello.tokenizer_digest, expected.tokenizer_digest),
+            "configuration": (hello.config_digest, expected.config_digest),
             "versions": (hello.versions, first.versions),
             "backend": (hello.backend, self._plan.backend.argument),
         }

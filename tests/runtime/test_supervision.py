@@ -266,7 +266,8 @@ def group_of(plan: ServePlan, pids: list[int]) -> RankGroup:
 def hello(plan: ServePlan, rank: int, pid: int) -> Hello:
     identity = plan.identity
     return Hello(
-        rank, 2, pid, identity.conversion_id, identity.recipe, identity.tokenizer_digest, {}, plan.backend.argument
+        *(rank, 2, pid, identity.conversion_id, identity.recipe, identity.tokenizer_digest, identity.config_digest, {}),
+        plan.backend.argument,
     )
 
 
