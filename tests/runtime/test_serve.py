@@ -391,11 +391,7 @@ REFUSALS: dict[str, tuple[list[str], int, str]] = {
         "cannot listen on 203.0.113.7",
     ),
     "key file": (["{folder}/ranks", "--backend", "{script}", "--api-key-file", "{folder}/none"], 2, "--api-key-file"),
-    "drafts file": (
-        ["{folder}/ranks", "--backend", "{script}", "--drafts-from", "{folder}/bad.jsonl"],
-        2,
-        "list of lists",
-    ),
+    "drafts of a script": (["{folder}/ranks", "--backend", "{script}", "--drafts", "2"], 2, "by a model, not a script"),
     "lanes": (["{folder}/ranks", "--backend", "{script}", "--lanes", "9"], 2, "1 to 4"),
 }
 
