@@ -59,6 +59,14 @@ class Executor(Protocol):
         """An admitted request got `lane.index` and pages: its states are zero, its sampling wishes and history set."""
         ...
 
+    def look(self, lane: Lane, start: int, count: int) -> bool:
+        """Do a part of the work on the pictures of the prompt tokens that `prefill` is to read next; whether all is done.
+
+        How much follows from the pictures alone. It is asked again until all is done, and no chunk is read in between, of no
+        prompt; rounds may run.
+        """
+        ...
+
     def prefill(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:
         """Read prompt tokens start .. start + count - 1 through all layers, and the MTP layer behind them.
 

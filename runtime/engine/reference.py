@@ -95,6 +95,9 @@ class ReferenceExecutor:
         del self.answers[lane.index]
         self.cache.close(lane.index)
 
+    def look(self, lane: Lane, start: int, count: int) -> bool:
+        return self.answers[lane.index].images.look(start, count)
+
     def prefill(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:
         answer, prompt = self.answers[lane.index], lane.request.prompt
         assert self.cache.lengths[lane.index] == start, "a prompt is read in order"
