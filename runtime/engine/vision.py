@@ -164,13 +164,12 @@ class PromptImages:
         """Do at most about `PRODUCTS_A_LOOK` of the work for the tokens at start .. start + count - 1; whether all is done."""
         left = PRODUCTS_A_LOOK
         for image in self._needed(start, count):
-            if self._walk is None:
-                self._walk = self._tower_of(image).look(image)
+            walk = self._walk = self._walk or self._tower_of(image).look(image)
             while image.start not in self._ready:
                 if left <= 0:
                     return False
                 try:
-                    left -= next(self._walk)
+                    left -= next(walk)
                 except StopIteration as end:
                     self._ready[image.start], self._walk = end.value, None
         return True
