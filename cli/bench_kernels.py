@@ -28,7 +28,8 @@ EXAMPLE = """examples:
 
 Decode linears (or other families) at the shapes of a rank of two of the 27B, cold and in captured graphs. `share` is the
 time of a kernel that only reads as many bytes, measured beside, over the time of ours. The card's own code and, for the
-linears, where it can be had, the PTX that a V100's code comes from."""
+linears, where it can be had, the PTX that a V100's code comes from. With --overlap the plain read's
+launches overlap too; the share of one in turn stands beside it."""
 
 
 _LINEARS = without("family", "prefill")
@@ -59,7 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(default: the card's choice)",
     )
     parser.add_argument(
-        "--overlap", action="store_true", help="launches overlap as in the engine's graphs (sm_90 and newer)"
+        "--overlap",
+        action="store_true",
+        help="launches overlap as in the engine's graphs, ours and the plain read's (sm_90 and newer)",
     )
     parser.add_argument("--prefill", type=whole, nargs="+", metavar="T", help="only linears of T tokens against cuBLAS")
     parser.add_argument(
@@ -88,12 +91,24 @@ ROWS = {"32": 32, "16": 16, "auto": 0}
 TOKENS = (1, 2, 4, 8)
 
 
+def shares(row: Row | FamilyRow) -> str:
+    """Of the plain read: of the one that is launched likewise, and, where launches overlap, of the one in turn."""
+    if not row.overlap:
+        return f"share {row.ratio:.2f}"
+    return f"share {row.ratio:.2f} of an overlapping read ({row.ratio_in_turn:.2f} of one in turn)"
+
+
+def facts_of(row: Row | FamilyRow) -> dict[str, object]:
+    """A row as JSON has it."""
+    return dataclasses.asdict(row) | {"share": row.ratio, "share_of_read_in_turn": row.ratio_in_turn}
+
+
 def line(row: Row, label: str) -> str:
     """One row: time, GB/s, share of the plain read, cuBLAS."""
     cublas = f"  cuBLAS fp16 {row.cublas * 1e6:7.1f} us" if row.cublas else ""
     return (
         f"{row.case:<13} {row.arch:<10} {label:<22} T {row.tokens:<3} {row.nbytes / 1e6:7.1f} MB  {row.seconds * 1e6:8.2f} us  "
-        f"{row.nbytes / row.seconds / 1e9:6.0f} GB/s  share {row.ratio:.2f}{cublas}"
+        f"{row.nbytes / row.seconds / 1e9:6.0f} GB/s  {shares(row)}{cublas}"
     )
 
 
@@ -150,7 +165,7 @@ def family_line(row: FamilyRow) -> str:
     rate = f"  {row.flops / row.seconds / 1e12:5.0f} TFLOP/s" if row.flops else ""
     peer = f"  {row.peer_name} {row.peer * 1e6:.1f} us" if row.peer else ""
     return (
-        f"{row.family:<12} {row.name:<42} {row.nbytes / 1e6:8.2f} MB  {row.seconds * 1e6:9.2f} us  share {row.ratio:.2f}"
+        f"{row.family:<12} {row.name:<42} {row.nbytes / 1e6:8.2f} MB  {row.seconds * 1e6:9.2f} us  {shares(row)}"
         f"{rate}{peer}"
     )
 
@@ -173,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
         families = []
         arch = arches_for(torch.cuda.get_device_capability(device))[0]
         for one in measure_families(args.family, arch, device, overlap=args.overlap):
-            families.append(dataclasses.asdict(one) | {"share": one.ratio})
+            families.append(facts_of(one))
             if not silent:
                 print(family_line(one), flush=True)
         if args.json:
@@ -200,9 +215,6 @@ def run(args: argparse.Namespace) -> int:
         if not silent:
             print("\n".join(line(row, what(rows_of, left_out)) for row, rows_of, left_out in own), flush=True)
     if args.json:
-        facts = [
-            dataclasses.asdict(row) | {"share": row.ratio, "rows": rows_of, "without": left_out}
-            for row, rows_of, left_out in rows
-        ]
-        print(json.dumps(facts, indent=1))
+        linears = [facts_of(row) | {"rows": rows_of, "without": left_out} for row, rows_of, left_out in rows]
+        print(json.dumps(linears, indent=1))
     return 0

@@ -43,6 +43,11 @@ def arches_for(capability: tuple[int, int]) -> list[str]:
     return ["sm_70"] if number == OLDEST else [f"sm_{number}", PORTABLE]
 
 
+def overlaps(arch: str) -> bool:
+    """Whether launches of code for `arch` may begin before the one before has ended."""
+    return arch.startswith("sm_") and int(arch[3:]) >= OVERLAPPING
+
+
 @contextlib.contextmanager
 def forced_arch(arch: str) -> Iterator[None]:
     """Within it, `load` gives modules of this architecture: `PORTABLE` runs on a newer card what a V100 runs."""
@@ -106,7 +111,7 @@ class Module:
         self._raising = threading.Lock()
         self._configs: dict[tuple[int, ...], Any] = {}
         self.clusters = self.arch.startswith("sm_") and int(self.arch[3:]) >= CLUSTERS
-        self.overlaps = self.arch.startswith("sm_") and int(self.arch[3:]) >= OVERLAPPING
+        self.overlaps = overlaps(self.arch)
 
     def launch(
         self,

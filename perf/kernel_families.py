@@ -17,7 +17,7 @@ from ..kernels.delta import HEAD, DeltaState, DeltaWeights, Progress, Round, del
 from ..kernels.kvcache import DIM, PAGE, KVCache
 from ..kernels.linear import linear, linears
 from ..kernels.logprobs import log_probabilities
-from ..kernels.module import forced_arch, overlapping
+from ..kernels.module import forced_arch, overlapping, overlaps
 from ..kernels.prefill_attention import gather, prefill_attention
 from ..kernels.rope import qkv_rope
 from ..kernels.sampling import decide
@@ -32,7 +32,8 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Measurement:
-    """What to launch, over copies that are together larger than the caches. `flops`: of products, where they count."""
+    """What to launch, over copies that are together larger than the caches. `flops`: of products, where they count. `overlap`:
+    how they are launched, where they say so themselves."""
 
     name: str
     nbytes: int
@@ -40,11 +41,13 @@ class Measurement:
     peer: Sequence[Callable[[], object]] = ()
     peer_name: str = ""
     flops: int = 0
+    overlap: bool | None = None
 
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """Seconds a call, of a plain read of its bytes, and of the peer (0: there is none)."""
+    """Seconds a call, of plain reads of its bytes launched likewise (`overlap`: before the one before has ended) and in turn, and
+    of the peer (0: there is none)."""
 
     family: str
     name: str
@@ -52,14 +55,21 @@ class FamilyRow:
     nbytes: int
     flops: int
     seconds: float
+    overlap: bool
     floor: float
+    floor_in_turn: float
     peer: float
     peer_name: str
 
     @property
     def ratio(self) -> float:
-        """Share of the plain-read speed."""
+        """Share of the speed of the plain read that is launched likewise."""
         return self.floor / self.seconds
+
+    @property
+    def ratio_in_turn(self) -> float:
+        """Share of the speed of the plain read in turn."""
+        return self.floor_in_turn / self.seconds
 
 
 def _copies(nbytes: int) -> int:
@@ -225,9 +235,8 @@ def neighbours(device: torch.device) -> Iterator[Measurement]:
             for overlap in (False, True):
                 how = "overlapping" if overlap else "in turn"
                 with_it, without = ([partial(one.run, overlap, whole) for one in steps] for whole in (True, False))
-                yield Measurement(
-                    f"{what} and neighbours, {how}, {tokens} tokens", nbytes, with_it, without, "without it"
-                )
+                name = f"{what} and neighbours, {how}, {tokens} tokens"
+                yield Measurement(name, nbytes, with_it, without, "without it", overlap=overlap)
             del steps, with_it, without
 
 
@@ -315,5 +324,8 @@ def measure_families(
             for one in FAMILIES[family](device):
                 seconds = time_graph(one.launches, overlap)
                 peer = time_graph(one.peer, overlap) if one.peer else 0.0
-                floor = read_seconds(one.nbytes, device, POOL_BYTES)
-                yield FamilyRow(family, one.name, arch, one.nbytes, one.flops, seconds, floor, peer, one.peer_name)
+                early = overlaps(arch) and (overlap if one.overlap is None else one.overlap)
+                in_turn = read_seconds(one.nbytes, device, POOL_BYTES)
+                floor = read_seconds(one.nbytes, device, POOL_BYTES, overlap=True) if early else in_turn
+                facts = family, one.name, arch, one.nbytes, one.flops
+                yield FamilyRow(*facts, seconds, early, floor, in_turn, peer, one.peer_name)

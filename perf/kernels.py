@@ -17,9 +17,18 @@ from torch import Tensor
 
 from ..checkpoint.errors import EnvironmentFault
 from ..kernels.linear import linears, prepare, swiglu
-from ..kernels.module import PORTABLE, arches_for, forced_arch, load, overlapping
+from ..kernels.module import (
+    PORTABLE,
+    arches_for,
+    block_shared_bytes,
+    forced_arch,
+    load,
+    multiprocessor_shared_bytes,
+    overlapping,
+    overlaps,
+)
 from ..kernels.prefill import linear_block
-from ..kernels.tuning import AHEAD, MOST_WIDE, Choice, choice, multiprocessors, using
+from ..kernels.tuning import AHEAD, MOST_WIDE, Choice, choice, multiprocessors, spread, using
 from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 POOL_BYTES = 2 << 30
@@ -58,20 +67,32 @@ PREFILL = (("nvfp4", 17408, 5120), ("nvfp4", 5120, 8704), ("fp8", 7168, 5120), (
 
 @dataclass(frozen=True)
 class Row:
-    """A case at T tokens: seconds a launch, bytes of weights, seconds that a plain read of them takes."""
+    """A case at T tokens: seconds a launch, bytes of weights, seconds of a plain read of them.
+
+    overlap        launches began before the one before had ended
+    floor          the plain read, launched likewise
+    floor_in_turn  the plain read, one launch after the other
+    """
 
     case: str
     arch: str
     tokens: int
     nbytes: int
     seconds: float
+    overlap: bool
     floor: float
+    floor_in_turn: float
     cublas: float | None
 
     @property
     def ratio(self) -> float:
-        """Share of the plain-read speed."""
+        """Share of the speed of the plain read that is launched likewise."""
         return self.floor / self.seconds
+
+    @property
+    def ratio_in_turn(self) -> float:
+        """Share of the speed of the plain read in turn."""
+        return self.floor_in_turn / self.seconds
 
 
 def random_weight(encoding: str, rows: int, columns: int, device: torch.device) -> Weight:
@@ -152,18 +173,30 @@ def copies_of(nbytes: int, pool: int = POOL_BYTES) -> int:
     return max(2, min(MOST_COPIES, -(-pool // nbytes)))
 
 
-def read_seconds(nbytes: int, device: torch.device, pool: int = POOL_BYTES) -> float:
-    """Seconds of the plain read of `nbytes` (rounded down to 16), at the best of a few grids."""
+def read_seconds(nbytes: int, device: torch.device, pool: int = POOL_BYTES, overlap: bool = False) -> float:
+    """Seconds of the plain read of `nbytes` (rounded down to 16), at the best of a few grids.
+
+    `overlap`: each begins and asks for its first bytes before the one before has ended, as the linears do; at the best, too,
+    of blocks that are spread evenly and of blocks that go wherever there is room.
+    """
     module = load("read.cu", device.index)
     count = nbytes // 16
     sets = copies_of(nbytes, pool)
     data = torch.randint(0, 255, (sets, count * 16), dtype=torch.uint8, device=device)
     never = torch.zeros(1, dtype=torch.int32, device=device)
     best = float("inf")
+    processors = multiprocessors(device.index)
     for blocks in READ_BLOCKS_A_SM:
-        grid = blocks * multiprocessors(device.index)
-        calls = [partial(module.launch, "read_plain", grid, READ_THREADS, (part, never, count)) for part in data]
-        best = min(best, time_graph(calls))
+        grid, shared = blocks * processors, {0}
+        if overlap:
+            limits = block_shared_bytes(device.index), multiprocessor_shared_bytes(device.index)
+            shared.add(spread(0, grid, processors, *limits))
+        for room in shared:
+            calls = [
+                partial(module.launch, "read_plain", grid, READ_THREADS, (part, never, count), room, overlap)
+                for part in data
+            ]
+            best = min(best, time_graph(calls, overlap))
     return best
 
 
@@ -177,7 +210,7 @@ def measure(
 ) -> list[Row]:
     """Every case at every T, for every architecture: sm_XY of the card, or compute_70, which a V100's code comes from.
 
-    `overlap`: of `time_graph`, for the cases, not for what they are held against.
+    `overlap`: of `time_graph`, for the cases whose code can and the plain read beside them, not for cuBLAS.
     """
     rows = []
     for case in cases:
@@ -186,14 +219,17 @@ def measure(
         sets = [weights] + [
             [random_weight(*matrix, device) for matrix in case.matrices] for _ in range(copies_of(nbytes, pool) - 1)
         ]
-        floor = read_seconds(nbytes, device, pool)
+        in_turn = read_seconds(nbytes, device, pool)
+        floor = read_seconds(nbytes, device, pool, overlap=True) if overlap else in_turn
         cublas = {count: _cublas(case, count, device, pool) for count in tokens}
         for arch in arches:
+            early = overlap and overlaps(arch)
             with forced_arch(arch):
                 prepare(device)
                 for count in tokens:
                     seconds = time_graph(launches(case, sets, count, device), overlap)
-                    rows.append(Row(case.name, arch, count, nbytes, seconds, floor, cublas[count]))
+                    facts = case.name, arch, count, nbytes, seconds, early
+                    rows.append(Row(*facts, floor if early else in_turn, in_turn, cublas[count]))
         del sets, weights
     return rows
 

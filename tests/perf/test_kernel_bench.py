@@ -38,7 +38,11 @@ def no_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(kernels, "prepare", lambda device: None)
     monkeypatch.setattr("duovolt.perf.prompts_tune.for_prompts", lambda chosen, device, tell: chosen)
-    monkeypatch.setattr(kernels, "read_seconds", lambda nbytes, device, pool: 1e-5)
+    monkeypatch.setattr(kernels, "read_seconds", reading)
+
+
+def reading(nbytes, device, pool, overlap=False) -> float:
+    return 9e-6 if overlap else 1e-5
 
 
 def ticking(calls, overlap=False) -> float:
@@ -65,6 +69,53 @@ def test_bench_prints_a_line_a_case_and_what_is_left_out(monkeypatch, capsys):
     assert {fact["case"] for fact in facts} == {case.name for case in SMALL}
     gate = next(fact for fact in facts if fact["case"] == "gate up")
     assert gate["nbytes"] == 2 * (64 * 32 // 2 + 64 * 2 + 4) and gate["share"] == 0.5 and gate["without"] == ""
+    assert not gate["overlap"] and gate["floor"] == gate["floor_in_turn"] == 1e-5
+
+
+def test_launches_that_overlap_are_held_against_a_read_that_overlaps(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "time_graph", ticking)
+    command = ["bench", "kernels", "--tokens", "1", "--only", "down", "--overlap"]
+    assert main(command) == 0
+    own, portable = capsys.readouterr().out.splitlines()[1:]
+    assert "18.00 us" in own and "share 0.50 of an overlapping read (0.56 of one in turn)" in own
+    assert (
+        "overlapping" not in portable and "share 0.56" in portable
+    )  # code for sm_70 begins in turn, whatever is asked
+    assert main([*command, "--json"]) == 0
+    own, portable = json.loads(capsys.readouterr().out)
+    assert own["overlap"] and (own["floor"], own["floor_in_turn"]) == (9e-6, 1e-5)
+    assert math.isclose(own["share"], 0.5) and math.isclose(own["share_of_read_in_turn"], 1 / 1.8)
+    assert (
+        not portable["overlap"]
+        and portable["share"] == portable["share_of_read_in_turn"] == own["share_of_read_in_turn"]
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_plain_read_is_launched_as_what_is_held_against_it(monkeypatch, overlap):
+    launched, timed = [], []
+
+    class Recorder:
+        def launch(self, name, grid, threads, arguments, shared_bytes, early):
+            launched.append((name, grid, shared_bytes, early))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "load", lambda source, device: Recorder())
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(kernels, "block_shared_bytes", lambda device: 227 << 10)
+    monkeypatch.setattr(kernels, "multiprocessor_shared_bytes", lambda device: 228 << 10)
+
+    def clock(calls, early=False) -> float:
+        calls[0]()
+        timed.append(early)
+        return 1e-6 * len(timed)
+
+    monkeypatch.setattr(kernels, "time_graph", clock)
+    assert kernels.read_seconds(64, torch.device("cpu"), 128, overlap) == 1e-6
+    assert set(timed) == {overlap} and {early for *_, early in launched} == {overlap}
+    assert {(grid, bool(room)) for _, grid, room, _ in launched} == {
+        (blocks * 3, spread) for blocks in (1, 2, 4) for spread in {False, overlap}
+    }
 
 
 def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(monkeypatch):
@@ -100,10 +151,18 @@ def test_families_overlap_if_asked(monkeypatch, capsys):
     one = kernel_families.Measurement("decode", 10**6, [int])
     monkeypatch.setitem(kernel_families.FAMILIES, "delta", lambda device: iter([one]))
     monkeypatch.setattr(kernel_families, "time_graph", lambda calls, overlap: 1e-5 if overlap else 2e-5)
-    monkeypatch.setattr(kernel_families, "read_seconds", lambda *size: 1e-5)
-    for words, wanted in (([], "20.00 us  share 0.50"), (["--overlap"], "10.00 us  share 1.00")):
+    monkeypatch.setattr(kernel_families, "read_seconds", reading)
+    overlapped = "10.00 us  share 0.90 of an overlapping read (1.00 of one in turn)"
+    for words, wanted in (([], "20.00 us  share 0.50"), (["--overlap"], overlapped)):
         assert main(["bench", "kernels", "--family", "delta", *words]) == 0
         assert wanted in capsys.readouterr().out
+    assert main(["bench", "kernels", "--family", "delta", "--overlap", "--json"]) == 0
+    (fact,) = json.loads(capsys.readouterr().out)
+    assert fact["overlap"] and math.isclose(fact["share"], 0.9) and math.isclose(fact["share_of_read_in_turn"], 1.0)
+    said = kernel_families.Measurement("in turn by itself", 10**6, [int], overlap=False)
+    monkeypatch.setitem(kernel_families.FAMILIES, "delta", lambda device: iter([said]))
+    assert main(["bench", "kernels", "--family", "delta", "--overlap"]) == 0
+    assert "share 1.00\n" in capsys.readouterr().out
 
 
 def test_bench_forces_the_rows_of_an_item(monkeypatch, capsys):

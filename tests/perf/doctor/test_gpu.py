@@ -55,7 +55,7 @@ def test_a_node_costs_about_a_microsecond_and_a_starved_queue_is_noticed():
         for _ in range(2000):
             data[:32].add_(1.0)
     with torch.cuda.stream(stream):
-        held = [_replay(graph, stream, load(PROBE, 0).launch, hold)[1] for hold in (20_000, 20_000, 0, 0)]
+        held = [_replay(graph, stream, load(PROBE, 0).launch, hold, None)[1] for hold in (20_000, 20_000, 0, 0)]
     assert held == [False, False, True, True]  # without the gate the card begins before the graph is queued
     machine = read_machine(device)
     print(machine, machine.peak_gbps)

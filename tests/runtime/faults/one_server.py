@@ -52,6 +52,7 @@ def most_valuable(size: int, *, cards: bool, scripted: bool) -> list[Strike]:
     texts += [f"{who}:SIGKILL:{phase}" for phase in phases for who in (*range(size), "proxy")]
     texts += [f"{who}:SIGSTOP:{phase}" for phase in phases for who in (*range(size), "proxy")]
     texts += ["shm:full:restart"] if can_unshare() else []
+    texts += [f"all:SIGSTOP:{phase}" for phase in ("decode", "prefill", "queue", "idle")]
     texts += ["proxy:SIGSTOP:prefill", "proxy:SIGSTOP:queue", "proxy:SIGKILL:idle", "proxy:SIGKILL:queue"]
     texts += ["0:SIGKILL:drain", "last:SIGSTOP:drain", "proxy:SIGKILL:drain", "proxy:SIGSTOP:drain"]
     strikes = [Strike.parse(text.replace("last", str(size - 1))) for text in dict.fromkeys(texts)]

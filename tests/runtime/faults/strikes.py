@@ -20,15 +20,16 @@ from .world import WATCHDOG_SECONDS, World
 _LOCKSTEP = ("hash", "position", "count")
 _START = ("never", "twice")
 _STAGES = ("hello", "ready")
+_PROXY = ("proxy", "all")  # alone, or with its ranks as a container that is frozen
 _PHASES = (*STARTING, *RESTARTING, "idle", "queue", "prefill", "decode", "drain")
 _LATE_MS = 6000  # a word that is later than a rank waits for one
 _LOAD_MS = 4000  # for which a rank that is struck while it loads does so
 _SLACK = 10.0  # beyond the time after which a fault is known
 _AGAIN, _READY = "Ranks start again in", "ready on"
 FORM = (
-    "mixed:N, WHO:SIGNAL:PHASE (0, 1 or proxy; SIGKILL or SIGSTOP; idle, queue, prefill, decode, drain, or in the start "
-    "start, load, restart, reload), RANK:KIND:ROUND (hash, position, count), RANK:KIND:EXCHANGE (drop, stale, wrap or "
-    "milliseconds), RANK:KIND:STAGE (never, twice or milliseconds; hello or ready), or shm:full:restart"
+    "mixed:N, WHO:SIGNAL:PHASE (0, 1, proxy, or all of them for SIGSTOP; SIGKILL or SIGSTOP; idle, queue, prefill, decode, "
+    "drain, or in the start start, load, restart, reload), RANK:KIND:ROUND (hash, position, count), RANK:KIND:EXCHANGE (drop, "
+    "stale, wrap or milliseconds), RANK:KIND:STAGE (never, twice or milliseconds; hello or ready), or shm:full:restart"
 )
 
 
@@ -53,7 +54,7 @@ class Strike:
         elif who == "shm":
             good = (what, where) == ("full", "restart")
         elif what in ("SIGKILL", "SIGSTOP"):
-            good = where in _PHASES and who in ("0", "1", "proxy")
+            good = where in _PHASES and (who in ("0", "1", "proxy") or (who, what) == ("all", "SIGSTOP"))
         else:
             kinds = (*_LOCKSTEP, *_START, "drop", "stale", "wrap")
             good = who in ("0", "1") and (what in kinds or what.isdecimal())
@@ -69,7 +70,7 @@ class Strike:
     def door(self) -> tuple[str, str] | None:
         """The variable that orders it, and its value; None for requests, a full memory file system, and signals but those to
         a rank that loads: it takes its time then."""
-        if self.who != "proxy" and self.where == "load":
+        if self.who in ("0", "1") and self.where == "load":
             return "DUOVOLT_START_FAULT", f"{self.who}:1:{_LOAD_MS}"
         if self.who in ("mixed", "shm") or self.what.startswith("SIG"):
             return None
@@ -96,7 +97,7 @@ class Strike:
 
     @property
     def ends_server(self) -> bool:
-        if self.who == "proxy":
+        if self.who in _PROXY:
             return self.what == "SIGKILL" or self.where == "drain"
         return self.where == "drain" or self.before_ready
 
@@ -105,7 +106,7 @@ class Strike:
         """How many times the ranks start again because of it."""
         if self.who == "mixed" or self.ends_server:
             return 0
-        if self.who == "proxy":
+        if self.who in _PROXY:
             return int(self.where in RESTARTING)
         if self.where in RESTARTING:
             return 2
@@ -124,7 +125,7 @@ class Strike:
             return {"fault": f"{self.what} requests, clients leave", "victim": "all", "phase": "all"}
         if self.who == "shm":
             return {"fault": "/dev/shm full", "victim": "all", "phase": self.where}
-        victim = "proxy" if self.who == "proxy" else f"rank {self.who}"
+        victim = {"proxy": "proxy", "all": "proxy and ranks"}.get(self.who, f"rank {self.who}")
         phase = self.where
         if self.what in _LOCKSTEP:
             phase = f"round {self.where}"
@@ -136,7 +137,7 @@ class Strike:
         if self.what.isdecimal():
             seconds = f"{int(self.what) / 1000:g} s late"
             fault = f"starts {seconds}" if self.in_start else f"mailbox word {seconds}"
-        elif (self.who, self.what) == ("proxy", "SIGSTOP"):
+        elif self.who in _PROXY and self.what == "SIGSTOP":
             fault = f"SIGSTOP for {WATCHDOG_SECONDS + 1:g} s"
         return {"fault": fault, "victim": victim, "phase": phase}
 
@@ -152,7 +153,7 @@ def befall(world: World, server: Server, strike: Strike) -> None:
         left_nothing(server, before.pids)
     elif strike.before_ready:
         _before_ready(world, server, strike)
-    elif strike.who == "proxy":
+    elif strike.who in _PROXY:
         _to_proxy(world, server, strike)
     elif strike.door is None:
         _to_rank(world, server, strike)
@@ -201,7 +202,7 @@ def _before_ready(world: World, server: Server, strike: Strike) -> None:
         wait_loading(server)
     else:
         time.sleep(random.uniform(0, 0.5))
-    if strike.who != "proxy":
+    if strike.who not in _PROXY:
         number = signal.Signals[strike.what]
         os.kill(pids[int(strike.who)], number)
         ends_with_one_message(server, pids, int(strike.who), number, _SLACK)
@@ -210,10 +211,14 @@ def _before_ready(world: World, server: Server, strike: Strike) -> None:
         server.wait_exit(_SLACK)
         wait_gone(pids, _SLACK)
     else:
-        pause(server.pid, seconds=WATCHDOG_SECONDS + 1)
+        pause(*_frozen(server, strike, pids), seconds=WATCHDOG_SECONDS + 1)
         server.wait_ready()
         serves(world, server)
         assert server.metric("restarts_total") == 0
+
+
+def _frozen(server: Server, strike: Strike, ranks: list[int]) -> list[int]:
+    return [server.pid, *(ranks if strike.who == "all" else [])]
 
 
 def _start_again(world: World, server: Server, strike: Strike, before: _Before, victim: int) -> list[int]:
@@ -250,8 +255,9 @@ def _to_rank(world: World, server: Server, strike: Strike) -> None:
 def _to_proxy(world: World, server: Server, strike: Strike) -> None:
     before = _Before(world, server)
     readers: list[Reader] = []
+    ranks = before.pids
     if strike.where in RESTARTING:
-        _start_again(world, server, strike, before, 0)
+        ranks = _start_again(world, server, strike, before, 0)
     else:
         readers = enter(world, server, strike.where)
     if strike.what == "SIGKILL":
@@ -261,9 +267,15 @@ def _to_proxy(world: World, server: Server, strike: Strike) -> None:
         wait_gone(before.pids, _SLACK)
         logs_agree(world, server.pid, None)
         return
-    pause(server.pid, seconds=WATCHDOG_SECONDS + 1)
+    pause(*_frozen(server, strike, ranks), seconds=WATCHDOG_SECONDS + 1)
     for reader in readers:
         reader.join(60)
+    if strike.who == "all" and world.cards and any(reader.end == "error" for reader in readers):
+        _all_broken(world, readers, 0, ends=("error", "done"))  # a card's clock went on: see docs/reliability.md
+        before.wait_restart(_SLACK)
+        before.wait_back()
+        return
+    for reader in readers:
         whole(world, reader, world.long)
     if strike.where == "drain":
         _is_gone(world, server, before.pids)

@@ -92,7 +92,17 @@ def test_a_prompt_that_was_read_is_no_phase_to_be_struck_in() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "1:SIGKILL", "2:SIGKILL:decode", "proxy:drop:3", "0:SIGTERM:idle", "0:drop:idle", "0:hash:x", "shm:full:idle"],
+    [
+        "",
+        "1:SIGKILL",
+        "2:SIGKILL:decode",
+        "proxy:drop:3",
+        "0:SIGTERM:idle",
+        "0:drop:idle",
+        "0:hash:x",
+        "shm:full:idle",
+        "all:SIGKILL:idle",
+    ],
 )
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError):

@@ -41,6 +41,10 @@ class World:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def cards(self) -> bool:
+        return self.backend == "cuda" and "cpu" not in self.options
+
+    @property
     def expected(self) -> str:
         return self.plain.result(_PLAIN_SECONDS)[0]
 
