@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -28,6 +27,7 @@ from .options import ServeOptions
 from .origins import allow_origins
 from .plan import ServePlan, make_plan
 from .request_log import Observed
+from .silence import Silence
 from .supervisor import Supervisor
 from .workers import Workers
 
@@ -161,10 +161,10 @@ class _Server:
         for server in self._http.servers:
             server.close()
         self._listener.close()
-        deadline = time.monotonic() + self._plan.options.drain_seconds
+        seconds, draining = self._plan.options.drain_seconds, Silence()  # a frozen container's answers make no tokens
         if self._hub.open_count:
-            self._say(f"stopping: {self._hub.open_count} answers have {self._plan.options.drain_seconds:g} s to finish")
-        while self._hub.open_count and time.monotonic() < deadline and not self._second_signal.is_set():
+            self._say(f"stopping: {self._hub.open_count} answers have {seconds:g} s to finish")
+        while self._hub.open_count and draining.look(self) < seconds and not self._second_signal.is_set():
             await asyncio.sleep(0.02)
 
     def _on_signal(self) -> None:
