@@ -11,7 +11,7 @@ from typing import Any
 class _Output(io.FileIO):
     """Standard output, whose errors name it: the system does not say which file was full."""
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
