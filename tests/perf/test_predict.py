@@ -293,7 +293,9 @@ def test_shares_come_from_a_file_of_kernels(tmp_path: Path) -> None:
         path.write_text(json.dumps(bad))
         with pytest.raises(InputError, match=r"kernels\.json"):
             read_shares(path)
-    path.write_text(json.dumps([row("gate up", 4, 100, 0.5) | {"overlap": True, "share_of_read_in_turn": 0.9}, rows[0]]))
+    path.write_text(
+        json.dumps([row("gate up", 4, 100, 0.5) | {"overlap": True, "share_of_read_in_turn": 0.9}, rows[0]])
+    )
     with pytest.raises(InputError, match=r"of launches that overlap\. A forecast takes shares in turn"):
         read_shares(path)
 
