@@ -31,14 +31,15 @@ _DRAFTING = Condition("with --drafts", lambda args: args.drafts != 0)
 _MODEL = Condition("by a model, not a script", lambda args: not args.backend.startswith("scripted"))
 READS = Reads(
     {
-        ALWAYS: "config ranks backend lanes max_context prefix_cache host port api_key_file tls_cert tls_key cors_origin "
-        "log_requests allow_image_urls max_waiting drain_seconds watchdog_seconds drafts drafts_from prefill_chunk",
+        ALWAYS: "config ranks backend lanes max_context host port api_key_file tls_cert tls_key cors_origin log_requests "
+        "allow_image_urls max_waiting drain_seconds watchdog_seconds",
+        _MODEL: "drafts drafts_from prefill_chunk prefix_cache",
         _FOR_CARDS: "devices kv attention head_split delta",
         _FOR_CARDS & _ON_CARDS: "graphs collective",
         _FOR_CARDS & valued("graphs", "off"): "graphs",  # as it is without cards
         _FOR_CARDS & _DRAFTING: "draft_window",
         _MODEL & _DRAFTING: "draft_head",
-        given("prefix_cache"): "prefix_interval",
+        _MODEL & given("prefix_cache"): "prefix_interval",
         given("log_requests"): "log_content",
         given("max_waiting"): "max_wait_seconds",
     },

@@ -88,6 +88,7 @@ class Engine:
         self._lanes: list[Lane | None] = [None] * lanes
         self._order: list[Lane] = []  # lanes in the order of admission
         self._prefilled_last = False
+        self._looking: Lane | None = None  # its pictures are half through, in memory that chunks of others need
         self._events: list[TokenEvent] = []
         self._unproved = False  # lanes were given out that no record has told of
         self._cached = 0  # tokens of their prompts that were found
@@ -97,6 +98,11 @@ class Engine:
         """The executor's, and how many prefixes are kept."""
         prefixes = "off" if self.prefixes is None else f"{self.prefixes.states}-states"
         return {**self.executor.facts, "prefix_cache": prefixes}
+
+    @property
+    def overflows(self) -> int:
+        """Values so far that did not fit fp16 and were cut: this rank's share of them."""
+        return self.executor.overflows
 
     @property
     def pages(self) -> int:
@@ -165,7 +171,7 @@ class Engine:
         kind = "idle"
         if prefilling and not (decoding and self._prefilled_last):
             kind = "prefill"
-            self._prefill(next_prompt(prefilling))
+            self._prefill(self._looking or next_prompt(prefilling))
         elif decoding:
             kind = "round"
             self._round(decoding)
@@ -264,6 +270,7 @@ class Engine:
     def _release(self, lane: Lane) -> None:
         self.executor.close(lane)
         self._claims.release(lane)
+        self._looking = None if self._looking is lane else self._looking
         self._lanes[lane.index] = None
         self._order.remove(lane)
 
@@ -273,6 +280,10 @@ class Engine:
         if start < length:
             interval = None if self.prefixes is None else self.prefixes.interval
             end = chunk_end(lane, self._chunk, interval)
+            if not self.executor.look(lane, start, end - start):
+                self._looking = lane
+                return
+            self._looking = None
             scores = self.executor.prefill(lane, start, end - start)
             lane.read = end
             if self.prefixes is not None and self.prefixes.wanted(lane):

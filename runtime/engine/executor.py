@@ -36,6 +36,7 @@ class Executor(Protocol):
 
     pages        pages of each of its pools; the main layers' and the MTP layer's share numbers and tables
     state_bytes  what one saved state takes at most
+    overflows    values so far that did not fit fp16 and were cut
     facts        choices for the log line: kv, draft_head, graphs, ...
 
     A lane's pages are `lane.pages`: those of its first tokens, in order, and always enough for the next two rounds. The
@@ -49,10 +50,21 @@ class Executor(Protocol):
     def state_bytes(self) -> int: ...
 
     @property
+    def overflows(self) -> int: ...
+
+    @property
     def facts(self) -> dict[str, str]: ...
 
     def open(self, lane: Lane) -> None:
         """An admitted request got `lane.index` and pages: its states are zero, its sampling wishes and history set."""
+        ...
+
+    def look(self, lane: Lane, start: int, count: int) -> bool:
+        """Do a part of the work on the pictures of the prompt tokens that `prefill` is to read next; whether all is done.
+
+        How much follows from the pictures alone. It is asked again until all is done, and no chunk is read in between, of no
+        prompt; rounds may run.
+        """
         ...
 
     def prefill(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:

@@ -39,6 +39,8 @@ class ReferenceExecutor:
     tower         reads pictures
     """
 
+    overflows = 0  # all is float32
+
     def __init__(
         self,
         model: Model,
@@ -92,6 +94,9 @@ class ReferenceExecutor:
     def close(self, lane: Lane) -> None:
         del self.answers[lane.index]
         self.cache.close(lane.index)
+
+    def look(self, lane: Lane, start: int, count: int) -> bool:
+        return self.answers[lane.index].images.look(start, count)
 
     def prefill(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:
         answer, prompt = self.answers[lane.index], lane.request.prompt

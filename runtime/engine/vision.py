@@ -1,6 +1,10 @@
-"""The vision tower: a picture to the embeddings of its tokens. Every rank holds all of it and computes the same bits."""
+"""The vision tower: a picture to the embeddings of its tokens. Every rank holds all of it and computes the same bits.
+
+A large picture takes seconds, so it goes through in parts, between which running answers have their rounds.
+"""
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +22,9 @@ EPS = 1e-6
 ROWS_AT_ONCE = 8192  # patches that go through an MLP at a time
 PROJECTION_BYTES = 256 << 20  # of queries, keys and values at a time
 ROPE_THETA = 10000.0
+PRODUCTS_A_LOOK = (
+    5 * 10**11
+)  # multiplications after which a picture lets others go on: five layers of a 1024 x 1024 one
 
 
 @dataclass(frozen=True)
@@ -78,28 +85,43 @@ class VisionTower:
 
     def embed(self, image: ImageInput) -> Tensor:
         """float32 [tokens, hidden of the text model]."""
+        return _all(self.look(image))
+
+    def look(self, image: ImageInput) -> "Walk":
+        """`embed` in parts."""
         pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.frames, image.height, image.width, 3)
         patches = torch.from_numpy(self.processor.patches(pixels))
-        return self.forward(patches, image.height // self.processor.patch, image.width // self.processor.patch)
+        return (
+            yield from self.walk(patches, image.height // self.processor.patch, image.width // self.processor.patch)
+        )
 
     def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
         """patches float32 [rows * columns, values], merge squares side by side -> [rows * columns / merge^2, hidden]."""
+        return _all(self.walk(patches, rows, columns))
+
+    def walk(self, patches: Tensor, rows: int, columns: int) -> "Walk":
+        """`forward` in parts: after each, how many multiplications it was."""
         weights, merge = self._weights, self.processor.merge
         positions = ops.grid_positions(rows, columns, merge, weights.positions.device)
         x = _apply(patches.to(weights.positions.device), weights.patch)
+        count, hidden = x.shape
+        yield patches.numel() * hidden
         x += ops.resample_table(weights.positions, positions, rows, columns)
-        angles = ops.grid_angles(positions, x.shape[1] // weights.heads, ROPE_THETA)
+        angles = ops.grid_angles(positions, hidden // weights.heads, ROPE_THETA)
         for block in weights.blocks:
-            x += self._attention(block, _norm(x, block.norm1), angles)
+            attended = yield from self._attention(block, _norm(x, block.norm1), angles)
+            x += attended
+            del attended
             for part in x.split(ROWS_AT_ONCE):  # the inner values are four times as wide
                 inner = ops.gelu_tanh(_apply(_norm(part, block.norm2), block.fc1))
                 part += _apply(inner, block.fc2)
-        merged = _norm(x, weights.merger_norm).reshape(-1, merge * merge * x.shape[1])
+            yield count * hidden * (hidden + 2 * len(block.fc1.bias))
+        merged = _norm(x, weights.merger_norm).reshape(-1, merge * merge * hidden)
         return _apply(ops.gelu(_apply(merged, weights.merger_fc1)), weights.merger_fc2)
 
-    def _attention(self, block: VisionBlock, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def _attention(self, block: VisionBlock, x: Tensor, angles: tuple[Tensor, Tensor]) -> "Walk":
         """[T, hidden] -> [T, hidden]; of a large picture a few heads at a time, so that little lies beside x."""
-        heads, hidden = self._weights.heads, x.shape[1]
+        heads, (count, hidden) = self._weights.heads, x.shape
         weight = block.qkv.plain.view(3, heads, -1, hidden)
         bias = block.qkv.bias.view(3, heads, -1)
         at_once = heads if 12 * x.numel() <= PROJECTION_BYTES else max(1, heads * PROJECTION_BYTES // (12 * x.numel()))
@@ -107,9 +129,23 @@ class VisionTower:
         for first in range(0, heads, at_once):
             some = slice(first, min(first + at_once, heads))
             layer = Affine(weight[:, some].reshape(-1, hidden), bias[:, some].reshape(-1))
-            query, key, value = _apply(x, layer).reshape(len(x), 3, some.stop - first, -1).unbind(1)
+            query, key, value = _apply(x, layer).reshape(count, 3, some.stop - first, -1).unbind(1)
             parts.append(ops.attend_all(ops.apply_rope(query, *angles), ops.apply_rope(key, *angles), value).flatten(1))
+            del query, key, value
+            yield count * parts[-1].shape[1] * (3 * hidden + 2 * count)
         return _apply(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), block.proj)
+
+
+Walk = Generator[int, None, Tensor]
+
+
+def _all(walk: Walk) -> Tensor:
+    """What comes out at the end."""
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 class PromptImages:
@@ -122,16 +158,44 @@ class PromptImages:
         self._waiting = list(images)
         self._tower = tower
         self._ready: dict[int, Tensor] = {}
+        self._walk: Walk | None = None  # of the first picture that is not ready
+
+    def look(self, start: int, count: int) -> bool:
+        """Do at most about `PRODUCTS_A_LOOK` of the work for the tokens at start .. start + count - 1; whether all is done."""
+        left = PRODUCTS_A_LOOK
+        for image in self._needed(start, count):
+            walk = self._walk = self._walk or self._tower_of(image).look(image)
+            while image.start not in self._ready:
+                if left <= 0:
+                    return False
+                try:
+                    left -= next(walk)
+                except StopIteration as end:
+                    self._ready[image.start], self._walk = end.value, None
+        return True
+
+    def _needed(self, start: int, count: int) -> list[ImageInput]:
+        """The pictures of those tokens that are not ready."""
+        return [
+            image
+            for image in self._waiting
+            if image.start not in self._ready
+            and image.start < start + count
+            and image.start + self._tower_of(image).tokens(image) > start
+        ]
+
+    def _tower_of(self, image: ImageInput) -> VisionTower:
+        assert self._tower is not None, f"admission lets no picture at {image.start} in without a tower"
+        return self._tower
 
     def rows(self, start: int, count: int) -> list[tuple[int, Tensor]]:
         """For the tokens at start .. start + count - 1: where in them a picture's embeddings begin, and these."""
+        while not self.look(start, count):
+            pass
         found = []
         for image in self._waiting:
-            assert self._tower is not None, "admission lets no pictures in without a tower"
-            begin, end = max(start, image.start), min(start + count, image.start + self._tower.tokens(image))
+            begin, end = max(start, image.start), min(start + count, image.start + self._tower_of(image).tokens(image))
             if begin < end:
-                if image.start not in self._ready:
-                    self._ready[image.start] = self._tower.embed(image)
                 found.append((begin - start, self._ready[image.start][begin - image.start : end - image.start]))
         return found
 

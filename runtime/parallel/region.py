@@ -2,7 +2,7 @@
 
 | words | what | written by |
 |---|---|---|
-| 2 ranks x 8 | progress: steps done, 1 while busy, monotonic ns of the last step, and of where a wait in vain began | its rank |
+| 2 ranks x 8 | progress: steps, 1 while busy, ns of the last step and where a wait in vain began; overflows | its rank |
 | 2 ranks x 2 x 16 | lockstep record, double-buffered | its rank |
 | 2 ranks x 8 | mailbox wrap generation | the peer |
 | 2 ranks x 2 x (1 + slot) | mailbox inbox, double-buffered | the peer |
@@ -46,10 +46,11 @@ class ProgressCounter:
     def __init__(self, region: Region, rank: int) -> None:
         self._words = region.progress[rank]
 
-    def tick(self, busy: bool) -> None:
+    def tick(self, busy: bool, overflows: int = 0) -> None:
         self._words[0] += np.uint64(1)
         self._words[1] = busy
         self._words[2] = time.monotonic_ns()
+        self._words[4] = overflows
 
     @property
     def steps(self) -> int:
@@ -58,6 +59,11 @@ class ProgressCounter:
     @property
     def busy(self) -> bool:
         return bool(self._words[1])
+
+    @property
+    def overflows(self) -> int:
+        """Values of its share that did not fit fp16 and were cut, since it started."""
+        return int(self._words[4])
 
     @property
     def age_seconds(self) -> float:

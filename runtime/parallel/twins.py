@@ -24,6 +24,7 @@ from .mailbox import Mailbox
 from .owner import owner_is_dead
 from .region import Region, region_bytes
 from .shared import SharedFile, sweep_dead
+from .waiting import MOST_A_LOOK
 
 TRUSTED, DISTRUSTED, TOGETHER = "trusted", "distrusted", "together"  # switches of the probe
 _PR_SET_PDEATHSIG = 1
@@ -87,7 +88,7 @@ def _run(
                     env=os.environ | environment,
                 )
             )
-        said, ended = _listen(children, time.monotonic() + seconds)
+        said, ended = _listen(children, seconds)
     finally:
         shared.unlink()
         for child in children:
@@ -102,8 +103,9 @@ def _run(
     ]
 
 
-def _listen(children: list[subprocess.Popen[bytes]], end: float) -> tuple[list[tuple[bytes, bytes]], list[bool]]:
-    """Both outputs of every child until all are closed or time is up; whether each child has ended by itself."""
+def _listen(children: list[subprocess.Popen[bytes]], left: float) -> tuple[list[tuple[bytes, bytes]], list[bool]]:
+    """Both outputs of every child until all are closed or `left` seconds are up, counted from look to look (`waiting.py`);
+    whether each child has ended by itself."""
     buffers: dict[int, bytearray] = {}
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -111,17 +113,19 @@ def _listen(children: list[subprocess.Popen[bytes]], end: float) -> tuple[list[t
                 assert pipe is not None
                 buffers[pipe.fileno()] = bytearray()
                 selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map() and time.monotonic() < end:
-            for key, _ in selector.select(max(0.0, end - time.monotonic())):
+        while selector.get_map() and left > 0:
+            began = time.monotonic()
+            for key, _ in selector.select(min(left, MOST_A_LOOK)):
                 if data := os.read(key.fd, 1 << 16):
                     buffers[key.fd] += data
                 else:  # it has ended, or is about to: what is left for the other to do is little, or waits for it
                     selector.unregister(key.fileobj)
-                    end = min(end, time.monotonic() + _ALONE_SECONDS)
+                    left = min(left, _ALONE_SECONDS)
+            left -= min(time.monotonic() - began, MOST_A_LOOK)
     ended = []
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.0, min(_GRACE_SECONDS, end - time.monotonic())))
+            child.wait(max(0.0, min(_GRACE_SECONDS, left)))
         ended.append(child.poll() is not None)
     texts = []
     for child in children:

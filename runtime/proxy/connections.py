@@ -18,6 +18,7 @@ ACCEPTED_AT_ONCE = 128  # connections in one turn of the loop
 _MOST_FILES = 1 << 16
 _OTHER_FILES = 256  # for ranks, workers, uploads, and what one turn accepts beyond the bound
 _NEWS_SECONDS = 10.0
+_LOOKS = 4  # while a head has its time
 _FULL = b"""HTTP/1.1 503 Service Unavailable\r
 Retry-After: 5\r
 Connection: close\r
@@ -67,18 +68,18 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._head_since: float | None = time.monotonic()
+        self._head_looks: int | None = 0  # a look counts as much after a pause of the whole machine as without
         self._watch = self._next_look()
         if self.most is not None and len(self.connections) > self.most:
             transport.write(_FULL % (len(_REASON), _REASON))
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        if self._head_since is None and self._between_requests():
-            self._head_since = time.monotonic()
+        if self._head_looks is None and self._between_requests():
+            self._head_looks = 0
         super().data_received(data)
         if not self._between_requests():
-            self._head_since = None
+            self._head_looks = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()
@@ -88,10 +89,12 @@ class PatientProtocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _next_look(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self.head_seconds / 4, self._look)
+        return asyncio.get_running_loop().call_later(self.head_seconds / _LOOKS, self._look)
 
     def _look(self) -> None:
-        late = self._head_since is not None and time.monotonic() - self._head_since > self.head_seconds
+        if self._head_looks is not None:
+            self._head_looks += 1
+        late = self._head_looks is not None and self._head_looks > _LOOKS
         if late and not self.transport.is_closing():
             self.transport.close()
         else:

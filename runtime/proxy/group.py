@@ -63,13 +63,14 @@ class RankFault(DuovoltError):
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank at this moment: turns of its loop, lockstep records given, and the last of them."""
+    """One rank at this moment: turns of its loop, values cut to fp16's largest, lockstep records given, and the last of them."""
 
     number: int
     pid: int
     steps: int
     busy: bool
     age_seconds: float
+    overflows: int
     records: int
     record: StepRecord | None
 
@@ -153,7 +154,8 @@ class RankGroup:
         for rank, progress in enumerate(self._progress):
             records, record = last_record(region, rank)
             pid = self._processes[rank].pid
-            views.append(RankView(rank, pid, progress.steps, progress.busy, progress.age_seconds, records, record))
+            steps, busy, age = progress.steps, progress.busy, progress.age_seconds
+            views.append(RankView(rank, pid, steps, busy, age, progress.overflows, records, record))
         return views
 
     async def stop(self) -> None:
@@ -341,6 +343,7 @@ class RankGroup:
             "conversion id": (hello.conversion_id, expected.conversion_id),
             "recipe": (hello.recipe, expected.recipe),
             "tokenizer": (hello.tokenizer_digest, expected.tokenizer_digest),
+            "configuration": (hello.config_digest, expected.config_digest),
             "versions": (hello.versions, first.versions),
             "backend": (hello.backend, self._plan.backend.argument),
         }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..messages import CancelRequest, GenerateRequest, TokenEvent
+from ..parallel.waiting import MOST_A_LOOK
 from .errors import ApiError, bad_request, queue_full, unavailable
 from .meters import Meters
 from .opened import Events, OpenRequest
@@ -123,13 +124,18 @@ class Hub:
         self.send(request)  # before it is entered: no event can come before this method has returned
         opened = OpenRequest(request, events, names)
         if self._max_wait_seconds is not None:
-            loop = asyncio.get_running_loop()
-            opened.patience = loop.call_later(self._max_wait_seconds, self._give_up, opened)
+            self._await_lane(opened, self._max_wait_seconds)
         self._open[request.request_id] = opened
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
         note_answer(opened)
         return opened
+
+    def _await_lane(self, opened: OpenRequest, seconds: float) -> None:
+        """Give the request up after so many seconds in which this process ran: in a frozen container no lane comes free."""
+        look = min(seconds, MOST_A_LOOK)
+        then = (self._await_lane, opened, seconds - look) if seconds > look else (self._give_up, opened)
+        opened.patience = asyncio.get_running_loop().call_later(look, *then)
 
     def _give_up(self, opened: OpenRequest) -> None:
         message = f"no lane came free within {self._max_wait_seconds:g} s"

@@ -72,11 +72,17 @@ class ServerCollector:
             "duovolt_lockstep_records", "lockstep records the rank has given since it started", labels=["rank"]
         )
         ages = GaugeMetricFamily("duovolt_rank_last_step_seconds", "age of the last sign of life", labels=["rank"])
+        overflows = GaugeMetricFamily(
+            "duovolt_rank_fp16_overflows",
+            "values cut to 65504 since the rank started; answers may suffer",
+            labels=["rank"],
+        )
         for rank in self._state.ranks():
+            overflows.add_metric([str(rank.number)], rank.overflows)
             steps.add_metric([str(rank.number)], rank.steps)
             records.add_metric([str(rank.number)], rank.records)
             ages.add_metric([str(rank.number)], rank.age_seconds)
-        yield from (steps, records, ages)
+        yield from (steps, records, ages, overflows)
 
 
 def metrics_text(state: ServerState) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 import uuid
@@ -18,6 +17,7 @@ from .hub import Hub
 from .plan import ServePlan
 from .sampling import SamplingDefaults
 from .schema import Body, decode_body
+from .silence import within
 from .supervisor import Supervisor
 from .workers import Workers
 
@@ -84,7 +84,7 @@ async def _read(request: Request) -> bytes:
     stream = request.stream()
     try:
         while True:
-            part = await asyncio.wait_for(anext(stream), BODY_SECONDS)
+            part = await within(anext(stream), BODY_SECONDS)
             size += len(part)
             if size > MAX_BODY_BYTES:
                 raise _too_large("the body has more bytes")

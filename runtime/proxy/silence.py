@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from ..parallel.waiting import MOST_A_LOOK
+
+T = TypeVar("T")
 
 
 class Silence:
@@ -27,3 +32,19 @@ class Silence:
             self._seconds = self._seconds + passed if sign == self._sign else min(passed, age)
         self._sign = sign
         return self._seconds
+
+
+async def within(awaited: Awaitable[T], seconds: float) -> T:
+    """What `awaited` gives, if it does within `seconds`, counted from look to look as above. Raises TimeoutError."""
+    task = asyncio.ensure_future(awaited)
+    left = seconds
+    try:
+        while left > 0:
+            look = min(left, MOST_A_LOOK)
+            done, _ = await asyncio.wait([task], timeout=look)
+            if done:
+                return task.result()
+            left -= look
+    finally:
+        task.cancel()
+    raise TimeoutError

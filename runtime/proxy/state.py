@@ -112,6 +112,7 @@ class ServerState:
                     "steps": rank.steps,
                     "lockstep_records": rank.records,
                     "last_step_seconds": round(rank.age_seconds, 2),
+                    "fp16_overflows": rank.overflows,
                 }
                 for rank in self.ranks()
             ],

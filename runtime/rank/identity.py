@@ -10,11 +10,12 @@ from pathlib import Path
 import xxhash
 
 from ...checkpoint.directory import MAX_JSON, Checkpoint, require_file
-from ...checkpoint.errors import InputError
+from ...checkpoint.errors import InputError, naming
 from ...checkpoint.files import file_metadata
 from ...checkpoint.manifest import has_manifest, read_manifest
 
 TOKENIZER = "tokenizer.json"
+CONFIG = "config.json"
 SUPPORTED_SIZES = (1, 2)
 _RANK_NAME = re.compile(r"^rank-(\d+)-of-(\d+)$")
 
@@ -28,6 +29,7 @@ class RankIdentity:
     conversion_id: str
     recipe: str
     tokenizer_digest: str
+    config_digest: str
     source: str
 
 
@@ -53,6 +55,7 @@ def read_identity(directory: Path) -> RankIdentity:
         manifest.conversion_id,
         str(manifest.recipe.get("name") or json.dumps(manifest.recipe, sort_keys=True)),
         tokenizer_digest(directory),
+        config_digest(directory),
         str(manifest.provenance.get("repo") or ""),
     )
 
@@ -61,7 +64,7 @@ def scripted_identity(directory: Path) -> RankIdentity:
     """Identity where answers come from a script and no weights are read: number and size from the folder's name."""
     match = _RANK_NAME.match(directory.name)
     rank, size = (int(match[1]), int(match[2])) if match else (0, 1)
-    return RankIdentity(rank, size, "none", "scripted", tokenizer_digest(directory), "")
+    return RankIdentity(rank, size, "none", "scripted", tokenizer_digest(directory), config_digest(directory), "")
 
 
 def tokenizer_digest(directory: Path) -> str:
@@ -73,6 +76,16 @@ def tokenizer_digest(directory: Path) -> str:
         raise InputError(
             f"{directory / TOKENIZER}: {error.strerror}; the server needs the model's tokenizer."
         ) from error
+
+
+def config_digest(directory: Path) -> str:
+    """xxh3-128 of config.json, which says how the weights are used; empty where there is none. Raises InputError."""
+    path = directory / CONFIG
+    if not path.exists():
+        return ""
+    require_file(path, MAX_JSON, "a configuration")
+    with naming(path):
+        return xxhash.xxh3_128_hexdigest(path.read_bytes())
 
 
 def find_ranks(path: Path, scripted: bool) -> list[Path]:
@@ -132,7 +145,7 @@ def check_ranks(directories: list[Path], scripted: bool) -> list[RankIdentity]:
                 f"{path}: its weights are rank {identity.rank} of {identity.size}, expected rank {number} of "
                 f"{len(directories)}; the directories were swapped or renamed. Put them back or run `duovolt shard` again."
             )
-        for what in ("conversion_id", "recipe", "tokenizer_digest"):
+        for what in ("conversion_id", "recipe", "tokenizer_digest", "config_digest"):
             mine, other = getattr(identity, what), getattr(first, what)
             if mine != other:
                 raise InputError(

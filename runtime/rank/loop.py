@@ -18,8 +18,10 @@ _IDLE_POLL_MS = 500  # only the sign of life depends on it: a message ends the w
 
 
 class SteppingEngine(Protocol):
-    """What the loop needs of an engine."""
+    """What the loop needs of an engine. `overflows`: values so far that fp16 could not hold."""
 
+    @property
+    def overflows(self) -> int: ...
     def add(self, request: GenerateRequest) -> None: ...
     def cancel(self, request_id: int) -> None: ...
     def admit(self) -> list[TokenEvent]: ...
@@ -53,7 +55,7 @@ class RankLoop:
         """Until the proxy says stop. Raises what the engine and the exchanges raise."""
         while not self._stopped:
             busy = self._engine.has_work()
-            self._progress.tick(busy)
+            self._progress.tick(busy, self._engine.overflows)
             self._receive(wait=not busy)
             if self._stopped:
                 return

@@ -6,6 +6,7 @@ imports torch nor holds a context on a card, and a driver that hangs cannot hang
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,8 +17,10 @@ from pathlib import Path
 import msgspec
 
 from ...checkpoint.errors import EnvironmentFault
+from ..parallel.waiting import MOST_A_LOOK
 
 SECONDS = 180.0  # the first start compiles a kernel and wakes the driver
+_GRACE_SECONDS = 5.0
 _SIGNS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
 
 
@@ -81,24 +84,32 @@ def preflight(wishes: Wishes, command: Sequence[str] | None = None) -> Settled |
     """Decide in a child process. Raises EnvironmentFault if it gives no answer in time."""
     command = command or [sys.executable, "-m", "duovolt.runtime.rank.settle"]
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    code, output, errors = _run(command, msgspec.json.encode(wishes), environment)
     try:
-        run = subprocess.run(
-            command,
-            input=msgspec.json.encode(wishes),
-            capture_output=True,
-            timeout=SECONDS,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise EnvironmentFault(
-            f"the cards gave no answer within {SECONDS:.0f} s: the driver hangs. See `duovolt doctor` and the kernel's log."
-        ) from None
-    try:
-        answer = json.loads(run.stdout.splitlines()[-1])
+        answer = json.loads(output.splitlines()[-1])
         if answer["settled"]:
             return msgspec.convert(answer["value"], Settled)
         return msgspec.convert(answer["value"], Refused)
     except (IndexError, KeyError, TypeError, ValueError, msgspec.ValidationError):
-        last = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise EnvironmentFault(f"looking at the cards failed with exit code {run.returncode}: {last[0]}") from None
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise EnvironmentFault(f"looking at the cards failed with exit code {code}: {last[0]}") from None
+
+
+def _run(command: Sequence[str], data: bytes | None, environment: dict[str, str]) -> tuple[int, bytes, bytes]:
+    """Exit code, output and errors. Seconds count from look to look, as in `runtime/parallel/waiting.py`."""
+    pipe, left = subprocess.PIPE, SECONDS
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+    try:
+        while left > 0:
+            look = min(left, MOST_A_LOOK)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = process.communicate(data, look)
+                return process.returncode, output, errors
+            data, left = None, left - look
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: no signal reaches it
+            process.wait(_GRACE_SECONDS)
+    raise EnvironmentFault(
+        f"the cards gave no answer within {SECONDS:.0f} s: the driver hangs. See `duovolt doctor` and the kernel's log."
+    )

@@ -74,6 +74,7 @@ def _start(options: RankOptions, socket: zmq.Socket) -> RankLoop:
         identity.conversion_id,
         identity.recipe,
         identity.tokenizer_digest,
+        identity.config_digest,
         versions(options.backend),
         options.backend,
     )

@@ -69,6 +69,7 @@ class ScriptedEngine:
     answers: list[ScriptedAnswer]
     lanes: int
     mailbox: Mailbox | None
+    overflows: int = 0  # nothing is computed
     _requests: int = 0
     _waiting: deque[_Lane] = field(default_factory=deque)
     _running: list[_Lane] = field(default_factory=list)

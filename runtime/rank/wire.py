@@ -26,6 +26,7 @@ class Hello(Struct, tag="hello"):
     conversion_id: str
     recipe: str
     tokenizer_digest: str
+    config_digest: str
     versions: dict[str, str]
     backend: str
 

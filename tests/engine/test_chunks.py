@@ -15,7 +15,7 @@ from duovolt.runtime.messages import GenerateRequest, SamplingParams, TokenLogpr
 class Counting:
     """An executor whose answers are a count; its states are lengths, and it checks that it is called as promised."""
 
-    pages, state_bytes, facts = 4096, 1, {"kv": "none"}
+    pages, state_bytes, overflows, facts = 4096, 1, 0, {"kv": "none"}
 
     def __init__(self) -> None:
         self.chunks: list[tuple[int, int, int]] = []
@@ -24,6 +24,9 @@ class Counting:
     def open(self, lane: Lane) -> None:
         assert lane.index not in self.lengths
         self.lengths[lane.index] = 0
+
+    def look(self, lane: Lane, start: int, count: int) -> bool:
+        return True
 
     def prefill(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:
         assert count > 0 and start == self.lengths[lane.index] and len(lane.pages) * PAGE >= start + count

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from duovolt.cli.main import main
+from duovolt.runtime.engine import vision
 from duovolt.runtime.engine.cache import Cache
 from duovolt.runtime.engine.cuda.loading import load_cuda_weights
 from duovolt.runtime.engine.engine import Engine
@@ -182,6 +183,80 @@ def test_the_cuda_engine_reads_pictures_and_videos(tools: Any, place: str, name:
     apart = max(abs(a - b) for a, b in pairs)
     print(f"{place}, {name}, chunks of {chunk}: log probabilities apart by {apart:.1e} at most")
     assert apart < 0.02
+
+
+def cuda_engine_of(lanes: int, **settings: Any) -> Engine:
+    """The CUDA executor on the kernels' references."""
+    from duovolt.runtime.engine.cuda.executor import CudaExecutor
+    from duovolt.runtime.parallel.device import SoloDevice
+
+    weights, _ = load_cuda_weights(TINY, torch.device("cpu"))
+    reader, shared = tower(weights), {"lanes": lanes, "n_sampleable": 3031, "max_context": CONTEXT}
+    executor = CudaExecutor(weights, SoloDevice(), drafts=2, int8=False, tower=reader, **shared)
+    return Engine(
+        executor,
+        processor=reader.processor,
+        image_token=PAD,
+        video_token=VIDEO,
+        prefill_chunk=512,
+        **shared,
+        **settings,
+    )
+
+
+def beside_pictures(
+    kind: str, placed: Placed, cancelled: bool = False
+) -> tuple[list[tuple[str, int, int]], Any, Engine]:
+    """An answer in the making, then a prompt with pictures and one of words, which comes while the first picture is looked at:
+    of each step its kind and the tokens read of both prompts; the run; the engine."""
+    engine = cuda_engine_of(3) if kind == "cuda" else engine_of(tiny(), SoloCollective(), lanes=3, prefill_chunk=512)
+    steps: list[tuple[str, int, int]] = []
+    asks = [
+        GenerateRequest(n, [5] * 20, most, [], False, SamplingParams(temperature=0.0)) for n, most in ((1, 60), (3, 4))
+    ]
+
+    def after(engine: Engine) -> None:
+        read = {lane.request.request_id: lane.read for lane in engine.running}
+        steps.append(("", read.get(2, -1), read.get(3, -1)))
+        if len(steps) == 2:
+            engine.add(request(placed, 2))
+        if len(steps) == 4:
+            engine.add(asks[1])
+        if cancelled and len(steps) == 9:
+            engine.cancel(2)
+
+    from .conftest import drive
+
+    run = drive(engine, asks[0], after_step=after)
+    return [(record.kind, *step[1:]) for record, step in zip(run.records, steps, strict=True)], run, engine
+
+
+@pytest.mark.parametrize("kind", ["reference", "cuda"])
+def test_a_picture_lets_rounds_run_between_its_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is: and nothing of another prompt is read meanwhile, whose memory it takes."""
+    placed = prompt(SIZES["two"])
+    plain = beside_pictures(kind, placed)[1]
+    monkeypatch.setattr(vision, "PRODUCTS_A_LOOK", 1)
+    steps, run, _ = beside_pictures(kind, placed)
+    assert run.tokens == plain.tokens, "the same bits, however many parts"
+    first = next(n for n, step in enumerate(steps) if step[1] >= 0)
+    read = next(n for n, step in enumerate(steps) if step[1] > 0)
+    parts = 1 + 2 * tiny().config.vision.depth  # patches, then attention and MLP of each layer
+    assert [step[0] for step in steps[first:read]] == ["prefill", "round"] * (2 * parts)
+    assert max(step[2] for step in steps[first : read + 1]) == 0, "it has its lane and waits"
+    assert run.events[3][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["reference", "cuda"])
+def test_a_client_that_leaves_while_its_picture_is_looked_at_frees_its_lane(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A01 in the middle of a picture: the others go on in the next step."""
+    monkeypatch.setattr(vision, "PRODUCTS_A_LOOK", 1)
+    steps, run, engine = beside_pictures(kind, prompt(SIZES["two"]), cancelled=True)
+    assert run.events[2][-1].finish_reason == "cancelled" and len(run.tokens[3]) == 4 and len(run.tokens[1]) == 60
+    assert max(step[1] for step in steps) == 0 and max(step[2] for step in steps) == 20
+    assert engine.free_pages == engine.pages and engine.running == []
 
 
 QUANTISED = """name = "quantised-tower"

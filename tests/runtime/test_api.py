@@ -208,6 +208,9 @@ def test_thinking_is_switched_by_template_variables(api: LocalApi) -> None:
         {"thinking": {"type": "disabled"}},
         {"thinking": {"type": "disabled"}, "enable_thinking": False, "reasoning": {"enabled": False, "effort": None}},
         {"chat_template_kwargs": {"enable_thinking": False}},
+        {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"},
+        {"reasoning": {"effort": "none", "enabled": False}},
+        {"reasoning": {"effort": "high", "enabled": False}},
     ):
         _, body = say(api, "Hello", **off)
         assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
@@ -232,6 +235,21 @@ def test_thinking_is_switched_by_template_variables(api: LocalApi) -> None:
         ({"reasoning": {"exclude": True}}, "reasoning", "reasoning.exclude is not honoured here"),
         ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking", "say different things"),
         ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning", "say different things"),
+        (
+            {"reasoning": {"effort": "none", "enabled": True}},
+            "reasoning",
+            "reasoning.enabled and reasoning.effort: they say",
+        ),
+        (
+            {"reasoning_effort": "none", "enable_thinking": True},
+            "reasoning_effort",
+            "enable_thinking and reasoning_effort: they",
+        ),
+        (
+            {"reasoning_effort": "none", "thinking": {"type": "enabled"}},
+            "reasoning_effort",
+            "thinking.type and reasoning",
+        ),
     ],
 )
 def test_thinking_that_is_not_clear_is_refused(api: LocalApi, fields: dict[str, Any], param: str, told: str) -> None:

@@ -283,6 +283,9 @@ def test_thinking_and_tool_choice_reach_the_template(api: LocalApi) -> None:
     messages(api, blocks("a</think>b"), tools=tools, tool_choice={"type": "tool", "name": "add"})
     grammar = api.sent[0].grammar  # type: ignore[union-attr]
     assert grammar is not None and "<function=add>" in grammar.text and grammar.after == ids("</think>")[0]
+    contrary = {"thinking": {"type": "enabled"}, "output_config": {"effort": "none"}}
+    status, refused = api.say([ids("a")], "/v1/messages", {"messages": USER, "max_tokens": 4, **contrary})
+    assert status == 400 and "thinking.type and output_config.effort: they say" in refused["error"]["message"]
 
 
 def test_responses_take_items_and_keep_nothing(api: LocalApi) -> None:

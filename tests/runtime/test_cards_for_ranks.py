@@ -1,6 +1,8 @@
 """Cards, their code and their memory, judged from facts before a rank is started: fake machines, real directories."""
 
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from duovolt.model.config import ModelConfig
 from duovolt.model.memory import kv_bytes_per_token
 from duovolt.perf.shapes import configuration
 from duovolt.runtime.engine.cuda.plan import MARGIN, Demand, fit, longest_context, page_bytes, plan_memory
+from duovolt.runtime.rank import preflight as preflight_module
 from duovolt.runtime.rank.cards import (
     CONTEXT,
     Card,
@@ -245,6 +248,24 @@ def test_the_child_answers_in_json(ranks: Path) -> None:
     assert msgspec.convert(msgspec.to_builtins(found), Settled) == found
     refused = answer(wishes(ranks, kv="int8", directories=[str(ranks / "rank-0-of-2"), "nowhere"], on_cpu=True))
     assert isinstance(refused, Refused) and "nowhere" in refused.message and refused.exit_code == 2
+
+
+def test_a_child_that_the_driver_holds_is_not_waited_for(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, and beyond the reach of a signal."""
+    held: list[subprocess.Popen[bytes]] = []
+    kill = subprocess.Popen.kill
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: held.append(process))
+    monkeypatch.setattr(preflight_module, "SECONDS", 0.6)
+    monkeypatch.setattr(preflight_module, "_GRACE_SECONDS", 0.1)
+    began = time.monotonic()
+    try:
+        with pytest.raises(EnvironmentFault, match="the driver hangs"):
+            preflight(wishes(ranks), [sys.executable, "-c", "import time; time.sleep(30)"])
+    finally:
+        for process in held:
+            kill(process)
+            process.wait()
+    assert 0.5 < time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("code", ["print('{}')", "raise SystemExit('driver says no')", "print('[1, 2]')"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -394,6 +396,16 @@ def test_a_twin_that_hangs_is_stopped_and_what_it_said_is_kept(twin_module: str)
     first, second = run_twins(twin_module, ["0", "1"], ["hang"], 6)
     assert time.monotonic() - begin < 12
     assert first.exit_code == 0 and second.exit_code is None and second.lines[0]["met"] == 0
+
+
+def test_a_pause_of_the_whole_machine_is_no_silence_of_the_twins(
+    twin_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock finds that twenty seconds have passed."""
+    looks = itertools.count()
+    monkeypatch.setattr(twins, "time", SimpleNamespace(monotonic=lambda: 20.0 * next(looks)))
+    first, second = run_twins(twin_module, ["0", "1"], ["x"], 30)
+    assert [one.lines[0]["met"] for one in (first, second)] == [1, 0]
 
 
 ALONE = """

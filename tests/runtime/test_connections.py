@@ -81,6 +81,33 @@ def test_half_a_head_is_not_waited_for_and_a_slow_answer_is() -> None:
     assert second[1].endswith(b"late") and 0.3 < second[0] < 2
 
 
+def test_a_head_has_its_time_behind_a_pause_of_the_whole_machine() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        Starlette(routes=[Route("/", slow)]), http=Impatient, lifespan="off", log_level="error", timeout_keep_alive=5
+    )
+
+    async def scene() -> bytes:
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+            writer.write(HEAD)
+            await asyncio.sleep(0.05)
+            time.sleep(1.0)
+            await asyncio.sleep(0.02)
+            writer.write(b"Connection: close\r\n\r\n")
+            return await asyncio.wait_for(reader.read(), 10)
+        finally:
+            server.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+
+    assert asyncio.run(scene()).endswith(b"late")
+
+
 def test_one_connection_too_many_is_told_and_closed() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

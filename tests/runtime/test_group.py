@@ -65,6 +65,7 @@ def test_a_rank_of_another_conversion_is_refused_and_all_are_ended(plan: ServePl
         ({"conversion_id": "another"}, "conversion id"),
         ({"recipe": "another"}, "recipe"),
         ({"tokenizer_digest": "0" * 32}, "tokenizer"),
+        ({"config_digest": "0" * 32}, "configuration"),
         ({"versions": {"duovolt": "0.0.1"}}, "versions"),
         ({"backend": "reference"}, "backend"),
     ],
@@ -72,8 +73,8 @@ def test_a_rank_of_another_conversion_is_refused_and_all_are_ended(plan: ServePl
 def test_the_second_rank_must_be_the_firsts_twin(plan: ServePlan, change: dict[str, Any], named: str) -> None:
     """L09: weights of one conversion, one layout of messages, one build; nothing is loaded before."""
     identity = plan.identity
-    first = Hello(0, 2, 1, identity.conversion_id, identity.recipe, identity.tokenizer_digest, {"duovolt": "1"},
-                  plan.backend.argument)  # fmt: skip
+    first = Hello(0, 2, 1, identity.conversion_id, identity.recipe, identity.tokenizer_digest, identity.config_digest,
+                  {"duovolt": "1"}, plan.backend.argument)  # fmt: skip
 
     async def meet(second: Hello) -> RankFault | None:
         group = RankGroup(plan, lambda events: None, start=0)

@@ -191,3 +191,11 @@ def test_the_progress_counter_moves_with_the_loop() -> None:
     assert counter.steps >= 4
     assert 0 <= counter.age_seconds < 30
     assert not np.any(region.progress[1])
+
+
+def test_what_fp16_could_not_hold_is_told_at_each_turn() -> None:
+    """A rank's own share: not a part of the record, in which ranks must agree."""
+    region = Region(bytearray(region_bytes(4)), 4)
+    engine = ScriptedEngine([ScriptedAnswer([[1], [2]])], 1, None, overflows=12)
+    RankLoop(engine, SoloLockstep(), SlowSocket([request(1)], [2], 1), ProgressCounter(region, 1)).run()  # type: ignore[arg-type]
+    assert (ProgressCounter(region, 1).overflows, ProgressCounter(region, 0).overflows) == (12, 0)

@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from duovolt.checkpoint.errors import InputError
-from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams
+from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingParams, TokenEvent
 from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.key import KeyRing, read_keys
 from duovolt.runtime.proxy.log_file import LogFile
@@ -95,6 +95,7 @@ def test_metrics_tell_outcomes_tokens_lanes_and_ranks(server: Server) -> None:
         assert after["duovolt_lockstep_records"][(("rank", rank),)] >= 8
         assert after["duovolt_rank_steps"][(("rank", rank),)] >= 8
         assert after["duovolt_rank_last_step_seconds"][(("rank", rank),)] < 5
+        assert after["duovolt_rank_fp16_overflows"][(("rank", rank),)] == 0
     assert after["duovolt_lanes"][()] == 1 and after["duovolt_ready"][()] == 1 and after["duovolt_running"][()] == 0
     assert after["process_resident_memory_bytes"][()] > 1e6
     ((labels, one),) = after["duovolt_server_info"].items()
@@ -358,6 +359,25 @@ def test_a_request_that_finds_no_lane_in_time_is_counted_by_itself() -> None:
     assert (hub.open_count, hub.counters.expired, hub.counters.cancelled, hub.counters.finished) == (0, 1, 0, 0)
 
 
+def test_a_pause_of_the_whole_machine_is_no_wait_for_a_lane() -> None:
+    """A container frozen for longer than --max-wait-seconds: its ranks made no lane free meanwhile."""
+
+    async def wait() -> Hub:
+        hub = Hub(lanes=1, max_waiting=1, max_wait_seconds=1.0)
+        hub.send = lambda message: None
+        (opened,) = hub.submit([GenerateRequest(0, [1], 9, [], False, SamplingParams())])
+        await asyncio.sleep(0.02)
+        time.sleep(1.5)
+        await asyncio.sleep(0.1)
+        assert hub.counters.expired == 0
+        hub.relay([TokenEvent(opened.request.request_id, [], [], None, 0, 0, 1, admitted=True)])
+        await asyncio.sleep(1.0)
+        return hub
+
+    hub = asyncio.run(wait())
+    assert (hub.open_count, hub.counters.expired) == (1, 0)
+
+
 def test_the_service_manager_hears_of_ready_and_of_stopping(start_server: Start, tmp_path: Path) -> None:
     """It is read from the start, as a manager reads: a socket holds ten words, and what comes then is lost."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -398,4 +418,5 @@ def test_status_is_a_picture_without_words(server: Server) -> None:
     assert picture["ready"] is True and picture["running"] == 0 and picture["lanes"] == []
     assert [rank["rank"] for rank in picture["ranks"]] == [0, 1]
     assert picture["server"]["collective"] == "mailbox-cpu"
+    assert [rank["fp16_overflows"] for rank in picture["ranks"]] == [0, 0]
     assert bool(picture["cards"]) != bool(picture["cards_missing"])

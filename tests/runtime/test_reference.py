@@ -171,10 +171,11 @@ def test_a_fault_between_real_ranks_ends_the_answer_and_the_ranks_come_back(star
     assert len(tokens(server, GREEDY)) == 24
 
 
-@pytest.mark.parametrize("case", ["swapped", "mixed weights", "converted", "truncated"])
+@pytest.mark.parametrize("case", ["swapped", "mixed weights", "converted", "truncated", "configured"])
 def test_directories_that_are_not_what_their_names_say_are_refused(
     start_server: Start, folder: Path, tmp_path: Path, case: str
 ) -> None:
+    """L09: a configuration of its own would leave the weights as they are and spoil one rank's half of every sum."""
     ranks = tmp_path / "ranks"
     shutil.copytree(folder / "ranks-2", ranks)
     first, second = ranks / "rank-0-of-2", ranks / "rank-1-of-2"
@@ -184,6 +185,7 @@ def test_directories_that_are_not_what_their_names_say_are_refused(
         "mixed weights": "files of different ranks or conversions were mixed",
         "converted": "not a rank",
         "truncated": shard,
+        "configured": "rank-1-of-2: config digest",
     }[case]
     if case == "swapped":
         first.rename(ranks / "x")
@@ -194,6 +196,10 @@ def test_directories_that_are_not_what_their_names_say_are_refused(
     elif case == "converted":
         shutil.rmtree(first)
         shutil.copytree(folder / "converted", first)
+    elif case == "configured":
+        config = json.loads((second / "config.json").read_text())
+        config["text_config"]["rms_norm_eps"] = 1e-5
+        (second / "config.json").write_text(json.dumps(config))
     else:
         with (first / shard).open("r+b") as file:
             file.truncate(50000)

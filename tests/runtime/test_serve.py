@@ -299,6 +299,23 @@ def test_a_drain_that_takes_too_long_is_broken_off_and_so_by_a_second_signal(
         assert "Traceback" not in server.log
 
 
+def test_a_drain_does_not_count_the_time_in_which_everything_was_frozen(start_server: Start, tmp_path: Path) -> None:
+    """A paused container that is stopped: its answers have their seconds once it goes on."""
+    server = start_server(*setup(tmp_path, SLOW), "--drain-seconds", "4")
+    stream = Stream(server, max_tokens=60)
+    stream.wait_lines(server)
+    everything = [server.pid, *server.rank_pids()]
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_log("stopping: 1 answers have 4 s")
+    for number, pause in ((signal.SIGSTOP, 5.0), (signal.SIGCONT, 0.0)):
+        for pid in everything:
+            os.kill(pid, number)
+        time.sleep(pause)
+    assert server.wait_exit(15) == 0
+    stream.thread.join(5)
+    assert stream.lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in stream.lines[-2]
+
+
 @pytest.mark.parametrize("kind", ["hash", "count"])  # position: tests/runtime/faults
 def test_a_rank_that_parts_stops_both_with_both_records(start_server: Start, tmp_path: Path, kind: str) -> None:
     server = start_server(*setup(tmp_path, SLOW, QUICK), DUOVOLT_LOCKSTEP_FAULT=f"1:3:{kind}")
@@ -374,11 +391,7 @@ REFUSALS: dict[str, tuple[list[str], int, str]] = {
         "cannot listen on 203.0.113.7",
     ),
     "key file": (["{folder}/ranks", "--backend", "{script}", "--api-key-file", "{folder}/none"], 2, "--api-key-file"),
-    "drafts file": (
-        ["{folder}/ranks", "--backend", "{script}", "--drafts-from", "{folder}/bad.jsonl"],
-        2,
-        "list of lists",
-    ),
+    "drafts of a script": (["{folder}/ranks", "--backend", "{script}", "--drafts", "2"], 2, "by a model, not a script"),
     "lanes": (["{folder}/ranks", "--backend", "{script}", "--lanes", "9"], 2, "1 to 4"),
 }
 

@@ -31,7 +31,7 @@ from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.load_watch import LoadWatch
 from duovolt.runtime.proxy.options import ServeOptions
 from duovolt.runtime.proxy.plan import ServePlan, make_plan
-from duovolt.runtime.proxy.silence import MOST_A_LOOK, Silence
+from duovolt.runtime.proxy.silence import MOST_A_LOOK, Silence, within
 from duovolt.runtime.proxy.supervisor import Supervisor
 from duovolt.runtime.rank.wire import Hello, Ready
 
@@ -217,6 +217,32 @@ def test_silence_is_counted_from_look_to_look(monkeypatch: pytest.MonkeyPatch) -
     assert [look(0.25, None), look(1, None), look(1, 9), look(0.25, 9)] == [0, 0, 0, 0.25]
 
 
+def test_what_comes_behind_a_pause_is_still_waited_for() -> None:
+    async def late(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "here"
+
+    async def run() -> None:
+        async def paused() -> str:
+            await asyncio.sleep(0.02)
+            time.sleep(2.0)
+            return await late(0.2)
+
+        assert await within(paused(), 1.2) == "here"
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await within(late(60.0), 0.6)
+        assert 0.5 < time.monotonic() - began < 5
+        with pytest.raises(KeyError):
+            await within(asyncio.wait_for(_fail(), 1), 1)
+
+    asyncio.run(run())
+
+
+async def _fail() -> None:
+    raise KeyError("x")
+
+
 def test_an_idle_server_without_answers_stays_ready(plan: ServePlan, fakes: type[FakeGroup]) -> None:
     async def run() -> None:
         hub = Hub(1, 4)
@@ -240,7 +266,8 @@ def group_of(plan: ServePlan, pids: list[int]) -> RankGroup:
 def hello(plan: ServePlan, rank: int, pid: int) -> Hello:
     identity = plan.identity
     return Hello(
-        rank, 2, pid, identity.conversion_id, identity.recipe, identity.tokenizer_digest, {}, plan.backend.argument
+        *(rank, 2, pid, identity.conversion_id, identity.recipe, identity.tokenizer_digest, identity.config_digest, {}),
+        plan.backend.argument,
     )
 
 

@@ -198,6 +198,13 @@ class CudaExecutor:
         self.state.lanes.limits[lane.index] = 0
         del self._images[lane.index], self._lengths[lane.index]
 
+    def look(self, lane: Lane, start: int, count: int) -> bool:
+        with self.model.prompts.stream():
+            done = self._images[lane.index].look(start, count)
+        if not done:
+            self._await_last_chunk()
+        return done
+
     def prefill(self, lane: Lane, start: int, count: int) -> list[TokenLogprob]:
         with self.model.prompts.stream():
             scores = self._read(lane, start, count)

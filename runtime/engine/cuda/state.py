@@ -11,24 +11,25 @@ from ....kernels.linear import MAX_TOKENS
 from ....kernels.round_state import MOST_ROWS, Lanes
 from ....kernels.sampling_state import LaneSampling
 from ..pages import pages_for
+from .packed import Packed, sizes
 from .weights import CudaAttention, CudaDelta, CudaWeights
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A lane after `length` tokens, in the host's memory: per delta layer its state and the convolution's last inputs.
+    """A lane after `length` tokens, in the host's memory.
 
-    hidden float32 [n, H]: the last n hidden states, those that the MTP layer has not read.
+    delta   per layer of the delta rule its state and the convolution's last inputs; None where there is no such layer
+    hidden  float32 [n, H]: the last n hidden states, those that the MTP layer has not read
     """
 
     length: int
-    states: list[Tensor]
-    histories: list[Tensor]
+    delta: Packed | None
     hidden: Tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.states, *self.histories, self.hidden))
+        return self.hidden.nbytes + (0 if self.delta is None else self.delta.nbytes)
 
 
 class CudaState:
@@ -100,24 +101,24 @@ class CudaState:
 
     def saved(self, lane: int, length: int, kept: int) -> SavedState:
         """Copies of a lane that stands at the end of its tokens (`accepted` 0), which has `kept` hidden states."""
-        turn = int(self.progress.turn[lane])
-        histories = [_kept(memory.rows[turn, lane, :3]) for memory in self.delta]
-        states = [_kept(memory.state[lane]) for memory in self.delta]
-        return SavedState(length, states, histories, _kept(self.hidden[lane, :kept]))
+        parts = self._parts(lane, int(self.progress.turn[lane]))
+        return SavedState(length, Packed(parts) if parts else None, _kept(self.hidden[lane, :kept]))
 
     def load(self, lane: int, saved: SavedState) -> None:
         """Put a lane, just reset, where `saved` was; of the hidden states it keeps the last."""
-        for memory, state, history in zip(self.delta, saved.states, saved.histories, strict=True):
-            memory.state[lane].copy_(state, non_blocking=True)
-            memory.rows[0, lane, :3].copy_(history, non_blocking=True)
+        if saved.delta is not None:
+            saved.delta.put_back(self._parts(lane, 0))
         self.hidden[lane, 0].copy_(saved.hidden[-1], non_blocking=True)
         self.lanes.lengths[lane] = saved.length
 
     @property
     def state_bytes(self) -> int:
         """What one saved state takes at most."""
-        per_lane = sum(_kept_bytes(memory.state[0]) + _kept_bytes(memory.rows[0, 0, :3]) for memory in self.delta)
-        return per_lane + _kept_bytes(self.hidden[0])
+        return sum(sizes(sum(part.nbytes for part in self._parts(0, 0)))) + _kept_bytes(self.hidden[0])
+
+    def _parts(self, lane: int, turn: int) -> list[Tensor]:
+        """What a lane's next token depends on in the layers of the delta rule, where nothing is left to replay."""
+        return [part for memory in self.delta for part in (memory.state[lane], memory.rows[turn, lane, :3])]
 
 
 def _kept(tensor: Tensor) -> Tensor:

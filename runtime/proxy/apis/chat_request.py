@@ -43,8 +43,6 @@ def build_chat_prompt(body: ChatBody, template: ChatTemplate, reader: PictureRea
         variables["enable_thinking"] = thinks
     if effort is not None:
         variables["reasoning_effort"] = effort
-        if effort == "none":
-            variables.setdefault("enable_thinking", False)
     messages = clean_messages(body.messages, media, reader)
     text = template.render(messages, tools or None, variables)
     shared = shared_ends(template, messages, tools or None, variables, text)

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..errors import bad_request
 from ..schema import ChatBody, CountTokensBody, MessagesBody
-from .thinking import thinking_switch
 
 _UNREADABLE = ("image", "document", "search_result", "container_upload")
 
@@ -15,6 +14,7 @@ CHAT_NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
 }
 
 
@@ -22,7 +22,7 @@ def chat_of(body: CountTokensBody) -> ChatBody:
     """The same request for the chat API. Raises ApiError naming the block at fault."""
     chat = ChatBody(messages=_messages(body), tools=[_tool(tool, n) for n, tool in enumerate(body.tools or [])])
     _choose_tool(chat, body.tool_choice)
-    chat.enable_thinking = thinking_switch(body.thinking)
+    chat.thinking = body.thinking
     chat.chat_template_kwargs = body.chat_template_kwargs
     output = body.output_config or {}
     if isinstance(output.get("effort"), str):

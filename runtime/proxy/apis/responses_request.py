@@ -44,7 +44,7 @@ def chat_of(body: ResponsesBody) -> ChatBody:
         tools=[_tool(tool, number) for number, tool in enumerate(body.tools or [])],
         tool_choice=_choice(body.tool_choice),
         response_format=_format(body.text.format if body.text else None),
-        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        reasoning={"effort": body.reasoning.effort} if body.reasoning else None,
         max_completion_tokens=body.max_output_tokens,
         logprobs=with_logprobs,
         top_logprobs=body.top_logprobs,

@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import bad_request
 from ..schema import ChatBody
 
+NO_EFFORT = "none"
 _HEEDED = ("effort", "enabled", "summary")  # `summary` changes nothing: the reasoning itself is given
 
 
@@ -23,12 +24,16 @@ def thinking_of(body: ChatBody) -> tuple[bool | None, str | None]:
             raise bad_request(
                 f"reasoning.{name[:40]} is not honoured here: say effort or enabled, or leave it out", "reasoning"
             )
+    efforts = {"reasoning_effort": body.reasoning_effort, "reasoning.effort": effort}
+    chosen = _one_of(efforts)
     switches = {
         "enable_thinking": body.enable_thinking,
         "reasoning.enabled": enabled,
         "thinking.type": thinking_switch(body.thinking),
+        # The effort `none` is a switch, too; how hard to think says nothing where another one is off.
+        **{name: False for name, value in efforts.items() if value == NO_EFFORT},
     }
-    return _one_of(switches), _one_of({"reasoning_effort": body.reasoning_effort, "reasoning.effort": effort})
+    return _one_of(switches), chosen
 
 
 def thinking_switch(thinking: dict[str, Any] | None) -> bool | None:
@@ -44,6 +49,6 @@ def _one_of(said: dict[str, Any]) -> Any:
     for name, value in given[1:]:
         if value != given[0][1]:
             raise bad_request(
-                f"{given[0][0]} and {name} say different things: send one of them", name.partition(".")[0]
+                f"{given[0][0]} and {name}: they say different things; send one of them", name.partition(".")[0]
             )
     return given[0][1] if given else None

@@ -151,9 +151,11 @@ function ranks(picture) {
     element("td", "soft", String(rank.pid))));
   const word = picture.ranks.length < 2 ? "One rank: nothing to compare." : apart <= 1 ? "In lockstep." : `${apart} records apart.`;
   const restarts = picture.counters.restarts;
+  const cut = picture.ranks.reduce((sum, rank) => sum + rank.fp16_overflows, 0);
   return panel("Ranks", table(["Rank", "State", "Lockstep records", "Last step", "Process"], rows),
     element("p", "soft", element("span", apart <= 1 ? "good" : "warn", word), ` Collective: ${picture.server.collective ?? "–"}. `,
-      element("span", restarts ? "warn" : "", `Restarts: ${restarts}.`)));
+      element("span", restarts ? "warn" : "", `Restarts: ${restarts}.`),
+      element("span", "warn", cut ? ` ${whole(cut)} values did not fit fp16.` : "")));
 }
 
 function cards(picture) {
