@@ -1,5 +1,6 @@
 """A checkpoint directory: index, shards, side files. The index is the authority; file name patterns mean nothing."""
 
+import json
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,12 @@ def require_report_place(file: Path | None, checkpoints: Iterable[Path | None], 
             raise InputError(
                 f"{option} {file}: lies in {directory}, where a report does not belong. Choose another place."
             )
+
+
+def write_report(file: Path, value: Any) -> None:
+    """`value` as JSON in `file`. Raises OSError that names it."""
+    with naming(file):
+        file.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def require_file(path: Path, limit: int, what: str) -> None:

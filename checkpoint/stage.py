@@ -87,7 +87,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 f"{path}: the disk is full ({free / 1e9:.2f} GB free). Nothing half-written was kept under its final "
                 "name; free some space and run the same command again, it resumes."
             ) from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EMFILE):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EMFILE, errno.EFBIG):
             raise EnvironmentFault(f"{error.filename or path}: {error.strerror}.") from None
         raise
 

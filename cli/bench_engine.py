@@ -1,7 +1,6 @@
 """`duovolt bench engine`."""
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -9,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.directory import require_report_place
+from ..checkpoint.directory import require_report_place, write_report
 from ..checkpoint.errors import InputError, without_effect
 from .numbers import cards, decimal, numbers_of, whole
 from .reads import ALWAYS, Condition, Reads, given, spelled, valued, without
@@ -176,7 +175,7 @@ def _measure(args: argparse.Namespace, rank: int = 1) -> int:
             "overlap": overlap and asdict(overlap),
             "memory": memory,
         }
-        args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write_report(args.json, facts)
     setup.close()
     return 0
 

@@ -1,12 +1,11 @@
 """`duovolt convert SRC DST`."""
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.directory import require_report_place
+from ..checkpoint.directory import require_report_place, write_report
 from ..checkpoint.errors import InputError
 from ..convert.pipeline import ConversionReport, convert
 from ..convert.quantisers.encoders import DEVICES
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             args.source, args.target, recipe, args.workers, advance, args.mtp_from, args.arithmetic, args.device
         )
     if args.json is not None:
-        args.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
+        write_report(args.json, as_json(report))
     if not args.quiet:
         for notice in report.notices:
             print(f"notice: {notice}.")

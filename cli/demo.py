@@ -17,7 +17,9 @@ from pathlib import Path
 
 from ..checkpoint.errors import DuovoltError, EnvironmentFault
 from ..convert.standin import HubStandIn
+from .layers import PREFIX
 from .reads import ALWAYS, Reads
+from .serve import server_options
 
 EXAMPLE = """example:
   duovolt demo
@@ -123,7 +125,34 @@ def served(ranks: Path, quiet: bool) -> Iterator[str]:
                 process.wait()
 
 
+_HERE = "127.0.0.1,localhost"
+_OF_OTHERS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+@contextlib.contextmanager
+def among_ourselves() -> Iterator[None]:
+    """Without what the environment says of other hubs and other servers: everything here is asked of this machine.
+
+    No proxy is in between, a machine that shall stay offline asks nobody else, and settings of a user's own server stay his.
+    """
+    kept = dict(os.environ)
+    for name in [*_OF_OTHERS, f"{PREFIX}CONFIG", *(option.variable for option in server_options())]:
+        os.environ.pop(name, None)
+    for name in ("no_proxy", "NO_PROXY"):
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), _HERE)))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
 def run(args: argparse.Namespace) -> int:
+    with among_ourselves():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     demo = _Demo(args.quiet)
     work: Path = args.dir
     source, converted, ranks = work / "source", work / "converted", work / "ranks"
@@ -156,12 +185,13 @@ def run(args: argparse.Namespace) -> int:
         "the price of nvfp4 and fp8 on this model is the last line above, measured on the same text in one run.",
     )
     demo.begin("Serve with one proxy and two rank processes, and ask")
-    demo.say(f"$ duovolt serve {ranks}")
+    serving = f"duovolt serve {shlex.quote(str(ranks))}"
+    demo.say(f"$ {serving}")
     with served(ranks, args.quiet) as url:
         demo.run(
             ["chat", "--url", url, "--once", args.question, "--temperature", "0"],
             "both ranks computed every token and compared a lockstep record after each step.",
         )
     demo.say(f"\nAll stages done in {time.monotonic() - demo.started:.0f} s. The directories stay in {work}; next: "
-             f"duovolt serve {ranks}, then open the address it prints.")  # fmt: skip
+             f"{serving}, then open the address it prints.")  # fmt: skip
     return 0

@@ -4,12 +4,17 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..checkpoint.errors import InputError
 from ..kernels.build import Built, build, sources, write_out
 from .reads import ALWAYS, Reads, valued
+
+if TYPE_CHECKING:
+    from ..perf.volta_families import FamilyReport
+    from ..perf.volta_report import KernelReport
 
 EXAMPLE = """examples:
   duovolt kernels build                                  machine code for a V100, into the cache
@@ -19,7 +24,7 @@ EXAMPLE = """examples:
   duovolt kernels tune                                   measure this card, and keep what suits it
 
 `build` and `report` need neither a GPU nor a CUDA toolkit, only: pip install "duovolt[cuda]"; `report` also
-nvidia-cuda-nvcc-cu12 (ptxas) and, for its loops, the nvdisasm of CUDA 12 or of the triton wheel."""
+nvidia-cuda-nvcc-cu12 (ptxas)."""
 
 
 READS = Reads(
@@ -54,40 +59,46 @@ def _report(args: argparse.Namespace) -> int:
     if args.arch not in (None, ["sm_70"]):
         raise InputError("`kernels report` judges sm_70 only: for a newer card there is `duovolt bench kernels`.")
     from ..perf.volta_families import report_families
-    from ..perf.volta_report import report
+    from ..perf.volta_report import BANDWIDTH, CLOCK, MULTIPROCESSORS, NEEDED, OFFERED, report
 
-    found, others = report(), report_families()
+    found: list[KernelReport] = report()
+    others: list[FamilyReport] = report_families()
     if args.json:
-        facts = [dataclasses.asdict(one) | {"share": one.share} for one in found]
-        facts += [dataclasses.asdict(one) | {"share": one.share, "tflops": one.tflops} for one in others]
+        facts = [dataclasses.asdict(one) | {"slots_a_byte": one.slots_a_byte, "share": one.share} for one in found]
+        facts += [dataclasses.asdict(one) | {name: getattr(one, name) for name in _DERIVED} for one in others]
         print(json.dumps(facts, indent=1))
         return 0
     if args.quiet:
         return 0
-    needed = found[0].needed
-    print(f"sm_70, 80 multiprocessors at 1.53 GHz, 900 GB/s: {needed / 1e3:.1f} KB in flight a multiprocessor needed")
-    print("kernel                regs  shared  spilled  blocks  warps  in flight  cycles a turn  slots a byte  share")
-    for one in found:
-        loop = (
-            "      (no nvdisasm)"
-            if one.loop is None
-            else f"{one.loop.cycles:13}  {one.slots_a_byte:12.3f}  {one.share:5.2f}"
-        )
-        print(
-            f"{one.name:<20} {one.registers:5}  {one.shared_bytes:6}  {one.spilled_bytes:7}  {one.blocks:6}  {one.warps:5}  "
-            f"{one.in_flight / 1e3:6.1f} KB  {loop}"
-        )
-    print("\nkernel                      regs  spilled  blocks  cycles a unit  share  TFLOP/s")
-    for other in others:
-        figures = [
-            f"{other.blocks:6}" if other.blocks else "",
-            f"{other.cycles:13.0f}" if other.cycles else "",
-            f"{other.share:5.2f}" if other.share else "",
-            f"{other.tflops:7.0f}" if other.tflops else "",
-        ]
-        columns = "  ".join(text.rjust(width) for text, width in zip(figures, (6, 13, 5, 7), strict=True))
-        print(f"{other.name:<26} {other.registers:5}  {other.spilled_bytes:7}  {columns}".rstrip())
+    print(
+        f"sm_70, {MULTIPROCESSORS} multiprocessors at {CLOCK / 1e9:.2f} GHz, {BANDWIDTH / 1e9:.0f} GB/s: {NEEDED / 1e3:.1f} KB "
+        f"in flight a multiprocessor needed,\nissue slots of its quarters offered: {OFFERED:.3f} a byte\n"
+    )
+    print(f"{'':<26} regs  shared  spilled  blocks  warps  in flight  slots a byte  a KFLOP  share  TFLOP/s")
+    rows: list[KernelReport | FamilyReport] = [*found, *others]
+    for one in rows:
+        print(_row(one))
     return 0
+
+
+_DERIVED = ("shared_bytes", "blocks", "warps", "in_flight", "slots_a_byte", "slots_a_flop", "share", "tflops")
+
+
+def _row(one: "KernelReport | FamilyReport") -> str:
+    """A kernel's figures; those that it has not are left empty."""
+    flops, tflops = getattr(one, "slots_a_flop", None), getattr(one, "tflops", None)
+    columns = (
+        (one.blocks, 6, "{}"),
+        (one.warps, 5, "{}"),
+        (one.in_flight / 1e3, 9, "{:.1f} KB"),
+        (one.slots_a_byte, 12, "{:.3f}"),
+        (flops and flops * 1e3, 7, "{:.2f}"),
+        (one.share, 5, "{:.2f}"),
+        (tflops, 7, "{:.0f}"),
+    )
+    texts = ((form.format(value) if value else "").rjust(width) for value, width, form in columns)
+    begin = f"{one.name:<26} {one.registers:4}  {one.shared_bytes:6}  {one.spilled_bytes:7}"
+    return "  ".join((begin, *texts)).rstrip()
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed check, 2 bad usage or input, 3 environment (disk, G
 import argparse
 import errno
 import importlib
-import io
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from .. import __version__
 from ..checkpoint.errors import DuovoltError
 from .parser import Parser
+from .streams import settle_streams
 
 # Command -> (module in this package, one line of help). A module is only imported when its command runs.
 COMMANDS = {
@@ -150,7 +150,5 @@ def main(argv: Sequence[str]) -> int:
 
 def entry() -> None:
     """Console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files may hold bytes that are no text
-            stream.reconfigure(errors="backslashreplace")
+    settle_streams()
     sys.exit(main(sys.argv[1:]))

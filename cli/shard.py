@@ -1,10 +1,9 @@
 """`duovolt shard CONVERTED DST --tp N`."""
 
 import argparse
-import json
 from pathlib import Path
 
-from ..checkpoint.directory import Checkpoint, require_report_place
+from ..checkpoint.directory import Checkpoint, require_report_place, write_report
 from ..checkpoint.manifest import read_manifest
 from ..shard.split import ShardReport, shard
 from .numbers import whole
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with byte_bar("shard", total, args.quiet) as advance:
         report = shard(args.converted, args.target, args.tp, args.rank, advance)
     if args.json is not None:
-        args.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
+        write_report(args.json, as_json(report))
     if not args.quiet:
         print(describe(report))
     return 0

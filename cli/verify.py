@@ -1,14 +1,13 @@
 """`duovolt verify`."""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
 import msgspec
 
-from ..checkpoint.directory import require_report_place
+from ..checkpoint.directory import require_report_place, write_report
 from ..checkpoint.errors import DuovoltError, InputError
 from ..verify.findings import Places, findings
 from ..verify.proofs import verify, work_bytes
@@ -130,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     changing = args.repair or args.quarantine
     report, done, refused = _repaired(args) if changing else (_proofs(args), [], None)
     if args.json is not None:
-        args.json.write_text(json.dumps({**_as_json(report, args), "done": done}, indent=1) + "\n")
+        write_report(args.json, {**_as_json(report, args), "done": done})
     _print(report, done, args.quiet)
     if refused is not None:
         raise refused

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+from ..checkpoint.address import require_address, require_certificates
 from ..checkpoint.download_record import ContentDigest, DigestKind, unusable_name
 from ..checkpoint.errors import DuovoltError, EnvironmentFault, InputError
 
@@ -108,6 +109,9 @@ def list_repo(repo: str, revision: str | None, endpoint: str | None, patience: P
     """
     if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
         raise InputError(f"--endpoint {endpoint!r}: give a URL such as https://host.")
+    if endpoint is not None:
+        require_address(endpoint, "--endpoint")
+    require_certificates()
     endpoint = endpoint.rstrip("/") if endpoint else None
     api = HfApi(endpoint=endpoint, library_name=LIBRARY)
     asked = revision or "main"
@@ -183,6 +187,8 @@ def _ask(call: Callable[[], Answer], what: str, patience: Patience) -> Answer:
             raise InputError(f"{what}: {error}") from error
         except http.TransportError as error:
             patience.wait(f"{what}: {_plain(error)}")
+        except ImportError as error:  # a proxy of a kind that needs a library more
+            raise EnvironmentFault(f"{what}: the environment's proxy cannot be used: {error}") from error
         except HFValidationError as error:
             raise InputError(f"{what}: not a repository name ({str(error).splitlines()[0]})") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:

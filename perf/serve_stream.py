@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError, one_line
+from ..runtime.proxy.reach import reach
 from .counts import Count
 
 CONNECT_SECONDS = 10.0
@@ -76,17 +77,11 @@ class Endpoint:
     """One server. `key` goes into every request's Authorization header."""
 
     def __init__(self, url: str, key: str | None, silence_seconds: float) -> None:
-        if not url.lower().startswith(("http://", "https://")):
-            raise InputError(f"--url {url}: begin it with http:// or https://.")
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Accept-Encoding": "identity"}  # pieces are read as they come
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        try:
-            timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise InputError(f"--url {url}: {error}.") from None
+        self._http = reach(url, headers, httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS), proxies=False)
 
     def close(self) -> None:
         self._http.close()

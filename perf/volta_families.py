@@ -17,25 +17,24 @@ from ..kernels.kvcache import DIM, PAGE
 from ..kernels.prefill_attention import ROWS, own_shared_bytes
 from ..kernels.wide import THREADS, WIDTHS
 from ..kernels.wide import shared_bytes as wide_shared_bytes
+from .volta_code import Instruction, kernels_of
 from .volta_report import (
     ARCH,
-    BANDWIDTH,
     CLOCK,
-    LATENCY,
     MOST_BLOCKS,
     MOST_WARPS,
     MULTIPROCESSORS,
+    NEEDED,
+    OFFERED,
+    PRODUCT,
     QUARTERS,
     REGISTERS,
     SHARED_BYTES,
     TURN_BYTES,
     Loop,
     assemble,
-    code_of,
     counted,
-    disassemble,
     encoding_of,
-    find_disassembler,
     find_ptxas,
     loops_of,
 )
@@ -113,13 +112,19 @@ UNITS: Mapping[str, Mapping[str, Unit]] = {
 
 @dataclass(frozen=True)
 class FamilyReport:
-    """One kernel on a V100. `cost`: of a warp's pass; None without a model or a disassembler."""
+    """One kernel on a V100. `static_bytes`: of shared memory, by ptxas; `cost`: of a warp's pass, None without a unit."""
 
     name: str
     registers: int
     spilled_bytes: int
+    static_bytes: int
     unit: Unit | None
     cost: Loop | None
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block, with what the launch asks for."""
+        return self.static_bytes + (self.unit.shared if self.unit else 0)
 
     @property
     def blocks(self) -> int:
@@ -127,56 +132,79 @@ class FamilyReport:
         if self.unit is None:
             return 0
         by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.unit.threads)
-        by_shared = SHARED_BYTES // self.unit.shared if self.unit.shared else MOST_BLOCKS
+        by_shared = SHARED_BYTES // self.shared_bytes if self.shared_bytes else MOST_BLOCKS
         return min(by_registers, by_shared, MOST_WARPS * 32 // self.unit.threads, MOST_BLOCKS)
+
+    @property
+    def warps(self) -> int:
+        """Of a multiprocessor; 0 without a unit."""
+        return self.blocks * self.unit.threads // 32 if self.unit else 0
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes that a multiprocessor's blocks have asked for; 0 where memory is not the limit."""
+        return self.blocks * self.unit.flight if self.unit else 0
+
+    @property
+    def slots(self) -> float | None:
+        """Cycles of a quarter multiprocessor for a unit."""
+        if self.unit is None or self.cost is None:
+            return None
+        return self.cost.cycles * (self.unit.warps or self.unit.threads // 32)
 
     @property
     def cycles(self) -> float | None:
         """Of a multiprocessor, for a unit."""
-        if self.unit is None or self.cost is None:
-            return None
-        return self.cost.cycles * (self.unit.warps or self.unit.threads // 32) / QUARTERS
+        return None if self.slots is None else self.slots / QUARTERS
+
+    @property
+    def slots_a_byte(self) -> float | None:
+        """Cycles of a quarter multiprocessor for a byte of memory."""
+        return None if self.slots is None or not self.unit or not self.unit.nbytes else self.slots / self.unit.nbytes
+
+    @property
+    def slots_a_flop(self) -> float | None:
+        """Cycles of a quarter multiprocessor for a floating-point operation of products."""
+        return None if self.slots is None or not self.unit or not self.unit.flops else self.slots / self.unit.flops
 
     @property
     def share(self) -> float | None:
         """Predicted share of the bandwidth, for what memory limits."""
-        if self.cycles is None or self.unit is None or not self.unit.flight:
+        if self.slots_a_byte is None or not self.in_flight:
             return None
-        offered = MULTIPROCESSORS * CLOCK / BANDWIDTH * self.unit.nbytes  # cycles that the unit's bytes take
-        needed = BANDWIDTH * LATENCY / MULTIPROCESSORS
-        return min(1.0, offered / self.cycles, self.blocks * self.unit.flight / needed)
+        return min(1.0, OFFERED / self.slots_a_byte, self.in_flight / NEEDED)
 
     @property
     def tflops(self) -> float | None:
         """Predicted bound in TFLOP/s, for what products limit."""
-        if self.cycles is None or self.unit is None or not self.unit.flops:
+        if self.slots_a_flop is None:
             return None
-        return self.unit.flops / self.cycles * MULTIPROCESSORS * CLOCK * 1e-12
+        return QUARTERS * MULTIPROCESSORS * CLOCK / self.slots_a_flop * 1e-12
 
 
-def report_families(tools: tuple[Path, Path | None] | None = None) -> list[FamilyReport]:
+def report_families() -> list[FamilyReport]:
     """Every kernel but the linears of one encoding. Raises EnvironmentFault if ptxas or NVRTC is missing or fails."""
-    ptxas, disassembler = tools or (find_ptxas(), find_disassembler())
+    ptxas = find_ptxas()
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for source in sources():
             units = UNITS.get(source, {})
             cubin = Path(folder) / f"{source}.cubin"
             resources = assemble(ptxas, build(source, ARCH).image, cubin)
-            listing = disassemble(disassembler, cubin) if disassembler and units else {}
+            code = kernels_of(cubin.read_bytes()) if units else {}
             for name in sorted(resources):
                 if encoding_of(name) in TURN_BYTES:
                     continue  # `volta_report` has it
                 unit = units.get(name)
-                cost = _cost(unit, code_of(listing[name])) if unit and name in listing else None
+                cost = _cost(unit, code[name]) if unit else None
                 found.append(FamilyReport(name, *resources[name], unit, cost))
     return found
 
 
-def _cost(unit: Unit, code: list[str]) -> Loop:
+def _cost(unit: Unit, code: list[Instruction]) -> Loop:
     if unit.code == WHOLE:
         return counted(code)
     loops = loops_of(code)
     if unit.code == PRODUCTS:
-        return counted(min((loop for loop in loops if any("MMA" in text for text in loop)), key=len))
+        return counted(min((loop for loop in loops if any(one.name == PRODUCT for one in loop)), key=len))
     return counted(max(loops, key=len))

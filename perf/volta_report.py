@@ -1,7 +1,7 @@
 """What the decode linears cost on a V100, from their sm_70 machine code: no GPU is needed, and none was measured.
 
-Registers, shared memory and spills are ptxas's; the hot loop is the smallest loop of the disassembly with a tensor-core
-product in it. A pass of it is one warp's turn: four tiles of 32 x 16. Its cycles on a quarter of a multiprocessor are the
+Registers, shared memory and spills are ptxas's; the hot loop is the smallest loop of the code with a tensor-core product
+in it. A pass of it is one warp's turn: four tiles of 32 x 16. Its cycles on a quarter of a multiprocessor are the
 largest of: instructions issued (one a cycle), integer and fp16/FP32 instructions (16 lanes a cycle, so two each), and
 tensor-core steps (two each). Code for rare cases lies inside of the loop, so this counts too much.
 """
@@ -19,12 +19,16 @@ from ..checkpoint.errors import EnvironmentFault
 from ..kernels.build import build
 from ..kernels.linear import SOURCES, THREADS
 from ..kernels.tuning import Choice
+from .volta_code import BRANCH, Instruction, kernels_of
 
 ARCH = "compute_70"
 MULTIPROCESSORS, CLOCK, BANDWIDTH = 80, 1.53e9, 900e9  # SXM2: Hz, bytes/s
 LATENCY = 600e-9  # s of a read under load
 REGISTERS, SHARED_BYTES, MOST_WARPS, MOST_BLOCKS = 65536, 96 << 10, 64, 32
 QUARTERS = 4
+NEEDED = BANDWIDTH * LATENCY / MULTIPROCESSORS  # bytes in flight a multiprocessor that the full bandwidth takes
+OFFERED = QUARTERS * MULTIPROCESSORS * CLOCK / BANDWIDTH  # cycles of a quarter that there are for a byte
+PRODUCT = "HMMA"
 TURN_BYTES = {"nvfp4": 4 * 288, "fp8": 4 * 512, "fp8_blocks": 4 * 512, "half": 4 * 1024}
 _AHEAD = ("nvfp4", "fp8")  # load the next turn before this one, for up to eight tokens
 _INTEGER = {"LOP3", "SHF", "IADD3", "ISETP", "LEA", "SEL", "PRMT", "CS2R", "MOV", "ICMP", "IMNMX", "PLOP3"}
@@ -49,7 +53,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel on a V100. `loop` is None without a disassembler."""
+    """One kernel on a V100."""
 
     name: str
     registers: int
@@ -58,25 +62,17 @@ class KernelReport:
     blocks: int
     warps: int
     in_flight: int
-    loop: Loop | None
+    loop: Loop
 
     @property
-    def needed(self) -> float:
-        """Bytes in flight a multiprocessor that the full bandwidth takes."""
-        return BANDWIDTH * LATENCY / MULTIPROCESSORS
-
-    @property
-    def slots_a_byte(self) -> float | None:
+    def slots_a_byte(self) -> float:
         """Cycles of a quarter multiprocessor for a byte of weights."""
-        return None if self.loop is None else self.loop.cycles / TURN_BYTES[encoding_of(self.name)]
+        return self.loop.cycles / TURN_BYTES[encoding_of(self.name)]
 
     @property
-    def share(self) -> float | None:
+    def share(self) -> float:
         """Predicted share of the bandwidth: the least of what issue and bytes in flight allow, at most 1."""
-        if self.slots_a_byte is None:
-            return None
-        offered = QUARTERS * MULTIPROCESSORS * CLOCK / BANDWIDTH  # cycles there are for a byte
-        return min(1.0, offered / self.slots_a_byte, self.in_flight / self.needed)
+        return min(1.0, OFFERED / self.slots_a_byte, self.in_flight / NEEDED)
 
 
 def encoding_of(name: str) -> str:
@@ -84,18 +80,18 @@ def encoding_of(name: str) -> str:
     return name.removeprefix("linear_").rpartition("_")[0]
 
 
-def report(tools: tuple[Path, Path | None] | None = None) -> list[KernelReport]:
+def report() -> list[KernelReport]:
     """Every decode linear of one encoding. Raises EnvironmentFault if ptxas or NVRTC is missing or fails."""
-    ptxas, disassembler = tools or (find_ptxas(), find_disassembler())
+    ptxas = find_ptxas()
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for tokens, source in SOURCES.items():
             cubin = Path(folder) / f"{tokens}.cubin"
             resources = assemble(ptxas, build(source, ARCH).image, cubin)
-            listing = disassemble(disassembler, cubin) if disassembler else {}
+            code = kernels_of(cubin.read_bytes())
             for name in sorted(resources):
                 if encoding_of(name) in TURN_BYTES:
-                    found.append(_judge(name, tokens, *resources[name], listing.get(name)))
+                    found.append(_judge(name, tokens, *resources[name], code[name]))
     return found
 
 
@@ -113,18 +109,6 @@ def find_ptxas() -> Path:
     )
 
 
-def find_disassembler() -> Path | None:
-    """nvdisasm on the path, or the one that the triton wheel carries; None if there is neither."""
-    if path := shutil.which("nvdisasm"):
-        return Path(path)
-    spec = importlib.util.find_spec("triton")
-    for place in spec.submodule_search_locations or [] if spec else []:
-        candidate = Path(place) / "backends" / "nvidia" / "bin" / "nvdisasm"
-        if candidate.is_file():
-            return candidate
-    return None
-
-
 def _run(command: list[str | Path]) -> str:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
@@ -132,11 +116,11 @@ def _run(command: list[str | Path]) -> str:
     return done.stdout + done.stderr
 
 
-def assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int]]:
-    """Registers and spilled bytes (stores and loads) by kernel; writes the machine code."""
+def assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int, int]]:
+    """Registers, spilled bytes (stores and loads) and bytes of static shared memory by kernel; writes the machine code."""
     source = cubin.with_suffix(".ptx")
     source.write_bytes(ptx)
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int, int]] = {}
     name, spilled = "", 0
     for line in _run([ptxas, "-arch=sm_70", "-v", source, "-o", cubin]).splitlines():
         if match := re.search(r"Compiling entry function '(\w+)'", line):
@@ -144,69 +128,46 @@ def assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int]]
         elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spilled = int(match[1]) + int(match[2])
         elif match := re.search(r"Used (\d+) registers", line):
-            found[name] = (int(match[1]), spilled)
+            shared = re.search(r"(\d+) bytes smem", line)
+            found[name] = (int(match[1]), spilled, int(shared[1]) if shared else 0)
     return found
 
 
-def disassemble(tool: Path, cubin: Path) -> dict[str, list[str]]:
-    """Lines by kernel."""
-    found: dict[str, list[str]] = {}
-    name = ""
-    for line in _run([tool, "-c", cubin]).splitlines():
-        if match := re.match(r"\.text\.(\w+):", line):
-            name = match[1]
-        elif name:
-            found.setdefault(name, []).append(line)
-    return found
-
-
-def hot_loop(lines: list[str]) -> Loop:
-    """The smallest loop with a tensor-core product. Raises EnvironmentFault if the listing has none."""
-    found = [loop for loop in loops_of(code_of(lines)) if any("MMA" in text for text in loop)]
+def hot_loop(code: list[Instruction]) -> Loop:
+    """The smallest loop with a tensor-core product. Raises EnvironmentFault if the code has none."""
+    found = [loop for loop in loops_of(code) if any(one.name == PRODUCT for one in loop)]
     if not found:
-        raise EnvironmentFault("the disassembly holds no loop with a tensor-core product.")
+        raise EnvironmentFault("the machine code holds no loop with a tensor-core product.")
     return counted(min(found, key=len))
 
 
-def code_of(lines: list[str]) -> list[str]:
-    """Labels and instructions of a kernel's listing, in order; a label ends in a colon."""
-    code = []
-    for line in lines:
-        if (match := re.match(r"(\.L_\w+:)", line)) or (match := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line)):
-            code.append(match[1])
-    return code
+def loops_of(code: list[Instruction]) -> list[list[Instruction]]:
+    """The code between each backward branch and its target, both included."""
+    return [
+        code[index + one.jump : index + 1]
+        for index, one in enumerate(code)
+        if one.name == BRANCH and -index <= one.jump <= 0
+    ]
 
 
-def loops_of(code: list[str]) -> list[list[str]]:
-    """The code between each backward branch and its target."""
-    labels = {text[:-1]: index for index, text in enumerate(code) if text.endswith(":")}
-    found = []
-    for index, text in enumerate(code):
-        match = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", text)
-        if match and (begin := labels.get(match[1], len(code))) <= index:
-            found.append(code[begin : index + 1])
-    return found
-
-
-def counted(code: list[str]) -> Loop:
+def counted(code: list[Instruction]) -> Loop:
     """Instructions by pipe."""
-    texts = [text for text in code if not text.endswith(":")]
-    names = Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for text in texts)
+    names = Counter(one.name for one in code)
     return Loop(
         issued=names.total(),
         integer=sum(names[name] for name in _INTEGER),
         arithmetic=sum(names[name] for name in _FLOAT),
-        tensor=names["HMMA"],
+        tensor=names[PRODUCT],
         memory=sum(names[name] for name in _MEMORY),
     )
 
 
-def _judge(name: str, tokens: int, registers: int, spilled: int, lines: list[str] | None) -> KernelReport:
+def _judge(name: str, tokens: int, registers: int, spilled: int, static: int, code: list[Instruction]) -> KernelReport:
     encoding = encoding_of(name)
-    shared = Choice().shared_bytes(encoding, tokens, ARCH)
+    shared = static + Choice().shared_bytes(encoding, tokens, ARCH)
     allocated = -(-registers // 8) * 8 * THREADS
     blocks = min(REGISTERS // allocated, SHARED_BYTES // shared, MOST_WARPS * 32 // THREADS, MOST_BLOCKS)
     warps = blocks * THREADS // 32
     turns = 2 if encoding in _AHEAD and tokens == min(SOURCES) else 1
     in_flight = warps * turns * TURN_BYTES[encoding]
-    return KernelReport(name, registers, shared, spilled, blocks, warps, in_flight, hot_loop(lines) if lines else None)
+    return KernelReport(name, registers, shared, spilled, blocks, warps, in_flight, hot_loop(code))

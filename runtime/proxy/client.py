@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ...checkpoint.errors import CheckFailed, EnvironmentFault, InputError
+from .reach import reach
 
 _CONNECT_SECONDS = 5.0
 _SHOWN = 200  # characters of a server's words that a message repeats
@@ -51,16 +52,11 @@ class ChatClient:
     """One server. `settings` go into every request."""
 
     def __init__(self, url: str, key: str | None, settings: dict[str, Any]) -> None:
-        if not url.lower().startswith(("http://", "https://")):
-            raise InputError(f"--url {url}: begin it with http:// or https://.")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)  # a long prompt may keep the first token for minutes
+        self._http = reach(url, headers, timeout, proxies=True)
         self._url = url.rstrip("/").removesuffix("/v1")
         self._settings = settings
-        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)  # a long prompt may keep the first token for minutes
-        try:
-            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise InputError(f"--url {url}: {error}.") from error
 
     def stream(self, messages: list[dict[str, str]]) -> Iterator[Chunk]:
         """The chunks of an answer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.routing import Route
 
+from ...checkpoint.address import require_host
 from ...checkpoint.errors import EnvironmentFault
 from ..grammar import prepare
 from .app import Api
@@ -30,6 +32,11 @@ from .supervisor import Supervisor
 from .workers import Workers
 
 _CLOSE_SECONDS = 1
+_NOT_OURS = (
+    errno.EADDRNOTAVAIL,
+    errno.EAFNOSUPPORT,
+    errno.EINVAL,
+)  # what --host names is not an address of this machine
 _PROMPTS_AT_ONCE = 4
 _SWITCH_SECONDS = 0.0005  # a prompt in the making, in its thread, may hold tokens up for no longer
 
@@ -196,7 +203,11 @@ class _Server:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, bound before anything is started. Raises EnvironmentFault if the address is not to be had."""
+    """A listening socket, bound before anything is started.
+
+    Raises InputError for what cannot be an address, EnvironmentFault if the address is not to be had.
+    """
+    require_host(host, "--host")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # With its protocol named, or asyncio does not know it for TCP and lets the first token wait 40 ms for an ACK.
@@ -205,8 +216,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen()
     except OSError as error:
-        raise EnvironmentFault(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --port."
-        ) from error
+        no_place = isinstance(error, socket.gaierror) or error.errno in _NOT_OURS
+        named = host or "an empty address,"
+        remedy = "an address of this machine, such as 127.0.0.1 or ::1, for --host" if no_place else "another --port"
+        raise EnvironmentFault(f"cannot listen on {named} port {port}: {error.strerror}; choose {remedy}.") from error
     listener.set_inheritable(False)
     return listener

@@ -1,6 +1,7 @@
 """The bundled model through the whole product: the demo, its quality, and speculation that changes no token."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,16 @@ ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "tiny" / "checkpoint"
 
 
-def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+ELSEWHERE = {  # what a user's environment says of other servers and hubs
+    "http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1",
+    "DUOVOLT_CONFIG": "/nowhere/serve.toml", "DUOVOLT_API_KEY_FILE": "/nowhere/key", "DUOVOLT_PORT": "1",
+}  # fmt: skip
+
+
+def run(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "duovolt", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=cwd)
+    environment = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=cwd, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_demo_runs_every_stage_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = abandoned()
-    result = run("demo", cwd=tmp_path)
+    result = run("demo", cwd=tmp_path, **ELSEWHERE)
     assert result.returncode == 0, result.stderr
     text = result.stdout
     for stage in range(1, 7):

@@ -63,11 +63,7 @@ class Server:
         return self
 
     def rank_pids(self) -> list[int]:
-        return sorted(
-            int(entry.name)
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdecimal() and _parent(int(entry.name)) == self.pid and _is_rank(int(entry.name))
-        )
+        return ranks_of(self.pid)
 
     def wait_exit(self, seconds: float) -> int:
         code = self.process.wait(seconds)
@@ -112,6 +108,12 @@ class Server:
         with self.client() as client:
             text = client.get("/metrics").text
         return int(re.search(rf"^duovolt_{name} (\d+)", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def ranks_of(server: int) -> list[int]:
+    """Pids of a server's ranks."""
+    found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return sorted(pid for pid in found if _parent(pid) == server and _is_rank(pid))
 
 
 def _is_rank(pid: int) -> bool:

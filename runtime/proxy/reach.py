@@ -1,0 +1,41 @@
+"""HTTP clients of a server that a user names by its address, as a terminal's chat, benches and evaluations need them."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import httpx
+
+from ...checkpoint.address import require_address, require_certificates
+from ...checkpoint.errors import InputError
+
+
+def reach(url: str, headers: dict[str, str], timeout: httpx.Timeout, proxies: bool) -> httpx.Client:
+    """A client whose paths count from `url`, with or without its `/v1`.
+
+    Certificates are those that the environment names (SSL_CERT_FILE, SSL_CERT_DIR), else the usual ones. With `proxies`
+    the environment's proxy is asked for what is not this machine: nobody's proxy knows who listens here.
+    Raises InputError for an address that is none and for what the environment names in vain.
+    """
+    parts = require_address(url, "--url")
+    try:
+        address = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+    except httpx.InvalidURL as error:
+        raise InputError(f"--url {url}: {error}.") from None
+    require_certificates()
+    asked = proxies and not _is_here(parts.hostname or "")
+    try:
+        return httpx.Client(
+            base_url=address, headers=headers, timeout=timeout, verify=httpx.create_ssl_context(), trust_env=asked
+        )
+    except ImportError as error:
+        raise InputError(f"the environment's proxy is not one that this can use: {error}") from None
+    except (httpx.InvalidURL, ValueError) as error:
+        raise InputError(f"the environment's proxy: {error}.") from None
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
