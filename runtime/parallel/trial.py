@@ -28,6 +28,7 @@ GATHERS = ((1, 1), (1, 2), (4, 3), (24, 2), (1, 513), (4, 4096), (1, 124160), (4
 _MODULUS = 2003  # sums of two stay below 2^12: exact in fp16 and in any order
 CAPTURE_SECONDS = 60.0
 CLOCK_SECONDS = 0.02
+_LONGEST = 4.0  # times it: where another program has the card too, they take turns
 EPS = 1e-6
 
 
@@ -123,13 +124,14 @@ class Trial:
 
 
 def clock_fault(seconds_taken: Callable[[float], float]) -> str | None:
-    """None if the card's clock, by which waits are bounded, goes as fast as this one; else what it does.
+    """None if the card's clock, by which waits are bounded, ends them neither early nor much too late; else what it does.
 
+    Late is what a card is that takes turns at another program's kernels: waits stay bounded, by a few times their budget.
     `seconds_taken(seconds)` has the card wait by its clock and says how long that took by ours.
     """
     seconds_taken(1e-6)  # loads the kernel
     taken = min(seconds_taken(CLOCK_SECONDS) for _ in range(3))
-    if 0.9 * CLOCK_SECONDS <= taken <= 1.5 * CLOCK_SECONDS:
+    if 0.9 * CLOCK_SECONDS <= taken <= _LONGEST * CLOCK_SECONDS:
         return None
     return f"the card takes {1e3 * taken:.1f} ms for {1e3 * CLOCK_SECONDS:g} ms: its clock cannot bound a wait"
 

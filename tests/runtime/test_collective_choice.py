@@ -162,9 +162,9 @@ def test_a_wait_that_expired_is_a_fault_and_not_an_exception(small: None) -> Non
     assert tried(Expired)[0] == "no answer from rank 1"
 
 
-@pytest.mark.parametrize(("rate", "right"), [(1.0, True), (1.3, True), (0.07, False), (15.0, False)])
+@pytest.mark.parametrize(("rate", "right"), [(1.0, True), (1.8, True), (0.07, False), (15.0, False)])
 def test_a_clock_of_another_rate_is_found(rate: float, right: bool) -> None:
-    """R04: 200 ms that became 13 ms."""
+    """R04: 200 ms that became 13 ms. 1.8: two servers that start at once on one card, as measured."""
     found = trial.clock_fault(lambda seconds: seconds * rate)
     assert (found is None) == right
     if not right:

@@ -164,6 +164,8 @@ def test_echo_scores_the_prompt(two: Server) -> None:
     assert choice["logprobs"]["tokens"] == ["Hello", " world"]
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1] < 0
+    # The token that stands there is told beside the likeliest, however unlikely it is.
+    assert choice["logprobs"]["top_logprobs"] == [None, {" world": choice["logprobs"]["token_logprobs"][1]}]
     assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] == 2
 
 
