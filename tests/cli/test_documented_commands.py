@@ -56,3 +56,19 @@ def test_links_lead_somewhere(name):
         there = here.parent / target if target else here
         assert there.exists(), f"{name}: {target}"
         assert not anchor or anchor in anchors(there), f"{name}: {target}#{anchor}"
+
+
+FIGURES = ("docs/benchmarks.md", "docs/benchmarks/quality.md", "docs/benchmarks/stages.md")
+SECTIONS = [
+    (name, part.partition("\n")[0], part)
+    for name in FIGURES
+    for part in re.split(r"^## ", (ROOT / name).read_text(encoding="utf-8"), flags=re.M)[1:]
+]
+
+
+@pytest.mark.parametrize(("name", "title", "text"), SECTIONS, ids=[title for _, title, _ in SECTIONS])
+def test_figures_have_their_command_date_and_versions(name, title, text):
+    assert re.search(r"`(duovolt|python -m duovolt|pytest) ", text), "no command"
+    assert re.search(r"20\d\d-\d\d-\d\d|\d+ (November|December) 20\d\d", text), "no date"
+    if "H200" in text:
+        assert re.search(r"driver \d{3}\.\d+", text) and re.search(r"torch \d\.\d+\.\d", text), "no driver or torch"
