@@ -30,7 +30,8 @@ _NEAR = 0.75  # likeness from which an unknown variable is taken for a slip of t
 class Option:
     """One option, `--NAME` on the command line. `parse` reads a text and raises ArgumentTypeError.
 
-    `many`: may be given several times; a tuple. `place`: a path, which a file means from its own folder.
+    `many`: may be given several times; a tuple. `place`: a path, which a file means from its own folder; `place_after`: so is
+    what stands after this word.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Option:
     metavar: str | None = None
     many: bool = False
     place: bool = False
+    place_after: str = ""
 
     @property
     def field(self) -> str:
@@ -161,6 +163,8 @@ def _one(option: Option, value: Any, where: str, path: Path) -> Any:
     if not isinstance(value, str | int | float):
         raise InputError(f"{where}: a {type(value).__name__}, where one value is expected.")
     parsed = _parse(option, str(value), where)
+    if option.place_after and parsed.startswith(option.place_after):
+        return f"{option.place_after}{path.parent / parsed.removeprefix(option.place_after)}"
     return path.parent / parsed if option.place and str(parsed) != "-" else parsed
 
 

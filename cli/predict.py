@@ -16,7 +16,7 @@ from ..perf.cards import MEASURED, Card, card_names, load_card
 from ..perf.forecast_file import compare, median_and_worst, read_forecast, read_measured, record
 from ..perf.gguf_ledger import gguf_ledger
 from ..perf.kernel_shares import read_shares
-from ..perf.launch_file import coverage, read_launch_times
+from ..perf.launch_file import coverage, printable, read_launch_times
 from ..perf.ledger import Shape
 from ..perf.model_source import sheet_at
 from ..perf.predict import CODE, Forecast, Setting, forecast
@@ -257,8 +257,10 @@ def run(args: argparse.Namespace) -> int:
     if args.quiet:
         return 0
     print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
+    for file in files:
+        print(printable(f"launches of {', '.join(file.models)}, measured on {file.machine.named}"))
     for chain in (chain for file in files for chain in file.chains if chain.fault):
-        print(f"left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}")
+        print(printable(f"left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}"))
     if found[0].setting.overlap and not card.savings:
         print("launches in turn: what overlap saves on this card has not been measured, or it has none (below sm_90)")
     for index, one in enumerate(found):

@@ -49,7 +49,12 @@ READS = Reads(
 
 def server_options() -> list[Option]:
     return [
-        Option("backend", str, "auto (cards that fit, else the reference), cuda, reference or scripted:FILE"),
+        Option(
+            "backend",
+            str,
+            "auto (cards that fit, else the reference), cuda, reference or scripted:FILE",
+            place_after="scripted:",
+        ),
         Option(
             "devices",
             cards(),

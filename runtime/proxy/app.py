@@ -22,6 +22,7 @@ from .hub import Hub
 from .metrics import metrics_text
 from .openapi import openapi
 from .page import page_routes
+from .paths import advice
 from .plan import ServePlan
 from .schema import AbortBody
 from .service import Service
@@ -69,7 +70,10 @@ class Api:
         routes = [Route(path, self._guard(handler, False), methods=[verb]) for verb, path, handler in open_routes]
         routes += [Route(path, self._guard(handler, True), methods=[verb]) for verb, path, handler in keyed_routes]
         routes += page_routes()
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        self._paths = frozenset(route.path for route in routes)
+        application = Starlette(routes=routes, exception_handlers={HTTPException: self._http_error})
+        application.router.redirect_slashes = False
+        return application
 
     def _guard(self, handler: Handler, keyed: bool) -> Handler:
         async def guarded(request: Request) -> Response:
@@ -128,18 +132,21 @@ class Api:
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi(len(self._plan.keys) > 0))
 
+    async def _http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        message = {
+            404: f"no such path: {path}{advice(path, self._paths)}",
+            405: f"{request.method} is not allowed here",
+        }
+        headers = dict(error.headers or {})
+        return _error_response(
+            request, ApiError(error.status_code, message.get(error.status_code, error.detail), headers=headers)
+        )
+
 
 def _error_response(request: Request, error: ApiError) -> Response:
     """In the shape of the API that the path, or the version header of Anthropic's clients, belongs to."""
     anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
     body = error.anthropic_body() if anthropic else error.body()
     return JSONResponse(body, status_code=error.status, headers=error.headers)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed here"}
-    headers = dict(error.headers or {})
-    return _error_response(
-        request, ApiError(error.status_code, message.get(error.status_code, error.detail), headers=headers)
-    )

@@ -12,23 +12,32 @@ import sys
 import time
 from typing import Any
 
+import h11
+import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import ApiError
 
 ACCEPTED_AT_ONCE = 128  # connections in one turn of the loop
 _MOST_FILES = 1 << 16
 _OTHER_FILES = 256  # for ranks, workers, uploads, and what one turn accepts beyond the bound
 _NEWS_SECONDS = 10.0
 _LOOKS = 4  # while a head has its time
-_FULL = b"""HTTP/1.1 503 Service Unavailable\r
-Retry-After: 5\r
+_FULL = (b"503 Service Unavailable\r\nRetry-After: 5", "server_error", "this server holds no more connections")
+_NO_HTTP = (b"400 Bad Request", "invalid_request_error", "this is no HTTP/1.1 request, or a malformed one")
+_SAID = b"""HTTP/1.1 %b\r
 Connection: close\r
 Content-Type: application/json\r
 Content-Length: %d\r
 \r
 %b"""
-_REASON = (
-    b'{"error":{"message":"this server holds no more connections","type":"server_error","param":null,"code":null}}'
-)
+
+
+def _said(status: bytes, kind: str, message: str) -> bytes:
+    """A whole response for what never becomes a request, in the shape of the API's errors."""
+    body = ApiError(int(status[:3]), message, kind=kind).body()
+    raw = msgspec.json.encode(body)
+    return _SAID % (status, len(raw), raw)
 
 
 def most_connections() -> int:
@@ -71,7 +80,7 @@ class PatientProtocol(H11Protocol):
         self._head_looks: int | None = 0  # a look counts as much after a pause of the whole machine as without
         self._watch = self._next_look()
         if self.most is not None and len(self.connections) > self.most:
-            transport.write(_FULL % (len(_REASON), _REASON))
+            transport.write(_said(*_FULL))
             transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -80,6 +89,12 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
         if not self._between_requests():
             self._head_looks = None
+
+    def send_400_response(self, msg: str) -> None:
+        """The connection's last words; none where an answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_said(*_NO_HTTP))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from .errors import bad_request
 
 B = TypeVar("B", bound="Body")
+_LACKING = re.compile("Object missing required field `(.*)`")
 _PATH = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -208,6 +209,8 @@ def decode_json(raw: bytes | msgspec.Raw, kind: Any, name: str = "") -> Any:
         match = _PATH.match(str(error))
         assert match is not None
         path = match[2] or name
+        if not path and (lacking := _LACKING.fullmatch(match[1])):
+            raise bad_request(f"{lacking[1]} is missing", lacking[1]) from error
         param = re.split(r"[.\[]", path)[0] if path else None
         raise bad_request(f"{path}: {match[1]}" if path else match[1], param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

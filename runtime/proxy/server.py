@@ -25,6 +25,7 @@ from .log_file import LogFile
 from .notify import keep_alive, notify
 from .options import ServeOptions
 from .origins import allow_origins
+from .paths import PlainPaths
 from .plan import ServePlan, make_plan
 from .request_log import Observed
 from .silence import Silence
@@ -111,7 +112,7 @@ class _Server:
         paths = frozenset(route.path for route in application.routes if isinstance(route, Route))
         allowed = allow_origins(application, plan.options.cors_origin)
         config = uvicorn.Config(
-            Observed(allowed, paths, self._hub.meters, log, plan.options.log_content),
+            PlainPaths(Observed(allowed, paths, self._hub.meters, log, plan.options.log_content)),
             ssl_certfile=plan.options.tls_cert,
             ssl_keyfile=plan.options.tls_key,
             http=_Protocol,  # whatever else is installed: it bounds the size and the time of a head

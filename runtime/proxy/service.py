@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -56,8 +57,9 @@ class Service:
         self.defaults = SamplingDefaults.of(self.plan.tokenizer.generation)
 
     async def read(self, request: Request, kind: type[B]) -> B:
-        """The request's body. Raises ApiError 400, 408 (it stopped coming) or 413."""
-        raw = await _read(request)
+        """The request's body. Raises ApiError 400, 408 (it stopped coming), 413 or 415 (compressed)."""
+        _require_plain(request)
+        raw = (await _read(request)).removeprefix(BOM_UTF8)  # some editors and shells begin every text with it
         body = decode_body(raw, kind)
         refuse_unheeded(raw, body)
         return body
@@ -74,6 +76,14 @@ class Service:
         given = request.headers.get("x-request-id", "")
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex[:24]
         return Stamp(name, int(time.time()), self.plan.model_id)
+
+
+def _require_plain(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise ApiError(
+            415, f"Content-Encoding {encoding[:40]!r}: send the body as it is, not compressed", code="encoded_body"
+        )
 
 
 async def _read(request: Request) -> bytes:

@@ -40,6 +40,14 @@ def test_defaults_are_those_of_the_options(options: Any) -> None:
     assert options("ranks") == ServeOptions(Path("ranks"))
 
 
+def test_a_script_lies_beside_the_file_that_names_it(options: Any, tmp_path: Path) -> None:
+    (tmp_path / "serve.toml").write_text('ranks = "ranks"\nbackend = "scripted:script.jsonl"\n')
+    assert options("--config", tmp_path / "serve.toml").backend == f"scripted:{tmp_path / 'script.jsonl'}"
+    (tmp_path / "serve.toml").write_text('ranks = "ranks"\nbackend = "scripted:/script.jsonl"\n')
+    assert options("--config", tmp_path / "serve.toml").backend == "scripted:/script.jsonl"
+    assert options("ranks", "--backend", "scripted:script.jsonl").backend == "scripted:script.jsonl"
+
+
 def test_each_layer_goes_before_the_next(options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(

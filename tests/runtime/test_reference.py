@@ -69,6 +69,33 @@ def test_widths_drafts_and_repetitions_give_the_same_greedy_tokens(
     assert forced.metric("proposed_total") > 4
 
 
+def test_each_answer_tells_its_own_drafts_and_how_many_stood(start_server: Start, folder: Path, tmp_path: Path) -> None:
+    """Two at a time over two ranks; a bias decides what each says, so what stands of the given drafts can be reckoned."""
+    (yes,), (no,) = ids("a"), ids("b")
+    (tmp_path / "drafts.json").write_text(json.dumps([[yes, yes, no]] * 30))
+    server = start_server(
+        folder / "ranks-2", "--max-context", "512", "--lanes", "2", "--drafts-from", tmp_path / "drafts.json"
+    )
+    found: dict[int, dict[str, int]] = {}
+
+    def ask(token: int) -> None:
+        body = {"prompt": "hi", "max_tokens": 12, "ignore_eos": True, "temperature": 0, "logit_bias": {str(token): 100}}
+        with server.client(60) as client:
+            answer = client.post("/v1/completions", json=body).json()
+        assert answer["choices"][0]["text"] == {yes: "a", no: "b"}[token] * 12
+        found[token] = answer["duovolt"]
+
+    askers = [threading.Thread(target=ask, args=(token,)) for token in (yes, no)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(60)
+    # One token, then rounds of three until two are left; and rounds of one, of whose drafts none may go past the end.
+    assert (found[yes]["drafts_proposed"], found[yes]["drafts_accepted"]) == (3 * 3 + 1, 3 * 2 + 1)
+    assert (found[no]["drafts_proposed"], found[no]["drafts_accepted"]) == (8 * 3 + 2 + 1, 0)
+    assert (server.metric("proposed_total"), server.metric("accepted_total")) == (37, 7)
+
+
 def test_the_server_says_which_model_it_serves(folder: Path, two: Server) -> None:
     conversion = json.loads((folder / "converted" / "duovolt.json").read_text())["conversion_id"]
     for word in (f"conversion={conversion}", "recipe=v100", "backend=reference", "ranks=2", "kv=float32"):
@@ -137,6 +164,8 @@ def test_echo_scores_the_prompt(two: Server) -> None:
     assert choice["logprobs"]["tokens"] == ["Hello", " world"]
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1] < 0
+    # The token that stands there is told beside the likeliest, however unlikely it is.
+    assert choice["logprobs"]["top_logprobs"] == [None, {" world": choice["logprobs"]["token_logprobs"][1]}]
     assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] == 2
 
 

@@ -214,9 +214,9 @@ class CompletionShape:
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The most likely tokens by text; the first of those that read the same, which is the likeliest."""
+        """The most likely tokens by text, and the one that stands there; of those that read the same the likeliest."""
         found: dict[str, float] = {}
-        for token, value in entry.top[: self._best]:
+        for token, value in [*entry.top[: self._best], (entry.token, entry.logprob)]:
             found.setdefault(self._tokenizer.decode([token]), value)
         return found
 
