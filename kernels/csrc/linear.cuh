@@ -219,7 +219,8 @@ __device__ __forceinline__ void run(const Task &task, Items items) {
     Own walk(task, items, dynamic_shared() + sizeof(Sums));
     take_over(); // weights are on their way; what else is read, the launch before may have written
     const bool whole = Own::whole(task); // bands
-    constexpr bool kEarly = kAskEarly && kTiles == 1 && kForm != kPaired;
+    constexpr bool kEarly = kAskEarly && kTiles == 1;
+    const bool early = kEarly && (kForm != kPaired || task.epilogue != kSwiglu);
     static_assert(!kEarly || kTokens * Own::kHeld <= 32 * kWarps, "an output a thread");
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
@@ -229,14 +230,14 @@ __device__ __forceinline__ void run(const Task &task, Items items) {
             const Matrix &matrix = matrix_of(task, whole ? item : item / 2, part, band);
             const int first_row = band * kRows + (whole ? 0 : item % 2 * kHalfRows);
             Beside beside;
-            if constexpr (kEarly) {
+            if (early) {
                 beside.ask<Weight, Own::kHeld>(task, matrix, first_row);
             } else if (kTiles < 3) { // for three, its registers would be one too many on sm_70
                 prefetch_rest(task, matrix, first_row);
             }
             multiply_band<Weight, kTiles>(walk, task, matrix, band, partial);
             __syncthreads();
-            if constexpr (kEarly) {
+            if (early) {
                 finish_one<Weight, kTiles, Own::kHeld, Own::kChains>(task, matrix, first_row, beside, partial);
             } else if (kForm == kPaired && !whole) {
                 finish_pairs<Weight, kTiles, Own::kHeld, Own::kChains>(task, first_row, partial);
