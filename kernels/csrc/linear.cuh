@@ -26,7 +26,7 @@ template <class Weight, int kTiles, bool, Form kForm, int kStages>
 using Turns = AmpereTurns<Weight, kTiles, kForm, kStages>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
 constexpr int kHalfBlocks[] = {4, 3, 2}; // of those that hold half a band
-constexpr bool kAskEarly = true; // what an output is made of beside its sum: before the products, not behind them
+constexpr bool kAskEarly = true; // what an output is made of beside its sum: asked for before the products, not behind them
 #else
 #include "linear_volta.cuh"
 template <class Weight, int kTiles, bool kAhead, Form, int> using Turns = VoltaTurns<Weight, kTiles, kAhead>;
