@@ -123,10 +123,15 @@ def test_seeds_fix_sampled_answers_whatever_runs_beside(two: Server) -> None:
 
 
 def test_the_queue_ends_where_reading_the_prompt_begins(two: Server) -> None:
+    """Of five prompts that nobody has read before: on a busy machine a rank may wait for its turn at any moment."""
+    shares = []
     with two.client(60) as client:
-        body = {"prompt": "Hello world " * 40, "max_tokens": 2}
-        times = client.post("/v1/completions", json=body).json()["duovolt"]
-    assert 0 < times["queue_ms"] < times["prompt_ms"] / 2
+        for number in range(5):
+            body = {"prompt": f"{number}" + "Hello world " * 120, "max_tokens": 2}
+            times = client.post("/v1/completions", json=body).json()["duovolt"]
+            assert times["queue_ms"] > 0 and times["cached_tokens"] == 0
+            shares.append(times["queue_ms"] / times["prompt_ms"])
+    assert sorted(shares)[2] < 0.5, shares
 
 
 def test_a_conversation_goes_on_from_what_was_kept(start_server: Start, folder: Path, two: Server) -> None:
