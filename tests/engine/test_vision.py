@@ -440,3 +440,15 @@ def test_a_large_picture_goes_through_in_parts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(vision, "PROJECTION_BYTES", 12 * patches * hidden // weights.vision.heads)  # one head at a time
     monkeypatch.setattr(vision, "ROWS_AT_ONCE", 7)
     torch.testing.assert_close(tower(weights).embed(image), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_pixels_become_patches_a_strip_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large picture, whose patches are seconds of the host's work: the same embeddings, and a part each."""
+    placed = prompt([(160, 128)])
+    reader = tower(load_weights(tiny()))
+    whole, parts = reader.embed(placed.images[0]), list(reader.look(placed.images[0]))
+    monkeypatch.setattr(vision, "ROWS_AT_ONCE", 20)  # of ten rows of eight patches
+    strips = list(reader.look(placed.images[0]))
+    assert parts[0] == 80 * vision.PRODUCTS_A_PATCH and strips[:5] == [16 * vision.PRODUCTS_A_PATCH] * 5
+    assert strips[5:] == parts[1:]
+    torch.testing.assert_close(reader.embed(placed.images[0]), whole, rtol=1e-4, atol=1e-5)

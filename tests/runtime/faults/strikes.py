@@ -131,7 +131,7 @@ class Strike:
             phase = f"round {self.where}"
         elif self.in_start:
             phase = f"{self.where} of a restart"
-        elif self.door is not None:
+        elif self.door is not None and self.where not in _PHASES:
             phase = f"step {self.where}"
         fault = words.get(self.what, self.what)
         if self.what.isdecimal():

@@ -109,6 +109,19 @@ def test_what_is_no_fault_is_refused(text: str) -> None:
         Strike.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("1:SIGSTOP:load", ("SIGSTOP", "rank 1", "load")),
+        ("0:drop:41", ("mailbox word lost", "rank 0", "step 41")),
+        ("all:SIGSTOP:idle", ("SIGSTOP for 6 s", "proxy and ranks", "idle")),
+        ("1:never:ready", ("never starts", "rank 1", "ready of a restart")),
+    ],
+)
+def test_the_table_names_who_and_when(text: str, row: tuple[str, str, str]) -> None:
+    assert tuple(Strike.parse(text).row[name] for name in ("fault", "victim", "phase")) == row
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("backend", ["scripted", "reference"])
