@@ -142,7 +142,14 @@ class Card:
             known = ", ".join(["none", *self.links, "or microseconds"])
             raise InputError(f"{self.name}: no figures of a link {link!r}, only of {known}.")
         form = self.links[link]
-        return _line(form.reduce if launch.kernel != "gather" else form.gather, launch.message) * 1e-6
+        if launch.kernel != "gather":
+            return _line(form.reduce, launch.message) * 1e-6
+        found = _line(form.gather, launch.message)
+        if launch.message <= min(
+            form.reduce[0][0], form.gather[0][0]
+        ):  # candidates, where only whole logits were timed
+            found = min(found, form.reduce[0][1])
+        return found * 1e-6
 
     def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
         """The same card with launches that were measured alone, what they save, and what lies between them; without chains that

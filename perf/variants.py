@@ -38,6 +38,9 @@ def variants(case: Case, card: Card) -> Iterator[tuple[str, Case]]:
     if case.sheet.head_cut and case.sheet.tp > 1:
         word = "whole on every rank" if case.head_split else "split over the ranks"
         yield f"head {word}", replace(case, head_split=not case.head_split)
+        if case.head_split:
+            what = "whole logits gathered" if shape.head_split else "candidates gathered, not logits"
+            yield what, replace(case, shape=replace(shape, head_split=not shape.head_split))
     if case.sheet.tp > 1:
         for link in ("none", *card.links):
             if link != setting.link:
