@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from duovolt.cli.main import COMMANDS, _parser
+from duovolt.cli.main import COMMANDS, _parser, main
 from duovolt.cli.serve import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -72,3 +72,24 @@ def test_figures_have_their_command_date_and_versions(name, title, text):
     assert re.search(r"20\d\d-\d\d-\d\d|\d+ (November|December) 20\d\d", text), "no date"
     if "H200" in text:
         assert re.search(r"driver \d{3}\.\d+", text) and re.search(r"torch \d\.\d+\.\d", text), "no driver or torch"
+
+
+REPRODUCED = [  # rows of docs/reproduce.md that are the same on every machine: a command, and what it is to print
+    (command, words)
+    for _, command, words, stop in re.findall(
+        r"^\| ([^|]+) \| `(duovolt [^`]+)` \| `([^`]+)` \| ([^|]+) \|$",
+        (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8"),
+        re.M,
+    )
+    if stop.startswith("any digit differs")
+]
+
+
+@pytest.mark.parametrize(("command", "words"), REPRODUCED)
+def test_what_is_to_be_reproduced_is_printed(command, words, capsys):
+    assert main(command.split()[1:]) == 0
+    assert words in re.sub(r" +", " ", capsys.readouterr().out)
+
+
+def test_the_rows_that_arithmetic_decides_are_tested():
+    assert {command.split()[1] for command, _ in REPRODUCED} == {"bench", "ledger", "predict"} and len(REPRODUCED) == 4
