@@ -29,7 +29,7 @@ def in_turn(world: World) -> None:
 
 def first_as_it_starts(world: World) -> None:
     """The server that is to give the answers which others are compared with is struck before it has given them."""
-    world.plain, world.long_prompt = Future(), world.prompt
+    world.plain, world.long_prompt = Future(), "another"
     report = Report(world.backend, None)
     Striking(world, report, 120).run([Strike.parse("proxy:SIGSTOP:start")])
     assert [entry["error"] for entry in report.entries] == [""] and world.expected
