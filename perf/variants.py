@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..model.config import FULL
 from .cards import Card
-from .ledger import Ledger, Shape, fused, ledger_of
+from .ledger import Ledger, Shape, fused, kv_bytes, ledger_of
 from .predict import Forecast, Setting, forecast
 from .sheet import Sheet
 
@@ -23,6 +24,14 @@ class Case:
         sheet = self.sheet if self.head_split else self.sheet.with_whole_head()
         found = ledger_of(sheet, self.shape)
         return fused(found, self.fuse) if self.fuse > 1 else found
+
+    @property
+    def held(self) -> int:
+        """Bytes that a rank's card must hold at least: its weights, and keys and values of all lanes."""
+        heads, kinds = self.sheet.heads, [layer.kind for layer in self.sheet.layers]
+        layers = kinds.count(FULL) + (self.sheet.mtp is not None)
+        position = layers * kv_bytes(heads.kv, heads.dim, self.shape.kv)
+        return self.sheet.held + self.shape.lanes * self.shape.context * position
 
     def forecast(self, card: Card) -> Forecast:
         return forecast(self.ledger(), card, self.setting)

@@ -275,6 +275,28 @@ def test_the_h200s_card_file_is_of_the_kernels_that_were_measured_beside_it() ->
     assert median <= 0.036 and worst <= 0.067
 
 
+def test_what_a_card_cannot_hold_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights as the engine counted them on a card, and keys and values of every lane."""
+    weighed = json.loads((DOCS / "measured" / "h200-rounds-f-27b-1-on.json").read_text())["weights_bytes"]
+    sheet = sheet_at("qwen3.8-27b", 1, None)
+    assert sheet.held == pytest.approx(weighed, rel=0.005)
+    position = 17 * 2 * 4 * (256 + 8)  # sixteen layers and the drafts' one, four heads, int8 with scales of 64 values
+    assert Case(sheet, Shape(100_000, 3, 2), Setting()).held == sheet.held + 2 * 100_000 * position
+    own = tmp_path / "own.toml"
+    text = 'name = "o"\nsource = "x"\nassumed = "y"\n{}[read]\ngbps = 1000\nstart_us = 2\n[small]\nnode_us = 1\nkernel_us = 2\n'
+    for card, tp, told in (
+        ("rtx-2080-ti", "1", "weights, keys and values take 21.4 GB, and the card has 11"),
+        ("rtx-3090", "1", ""), ("v100-877", "1", ""), (str(own), "1", ""),
+    ):  # fmt: skip
+        own.write_text(text.format(""))
+        assert main(["predict", "qwen3.8-27b", "--card", card, "--tp", tp, "--context", "8192"]) == 0
+        out = capsys.readouterr().out
+        assert told in out and ("does not fit" in out) == bool(told)
+    own.write_text(text.format("memory_gb = -1\n"))
+    assert main(["predict", "qwen3.8-27b", "--card", str(own)]) == 2
+    assert "finite and not negative" in capsys.readouterr().err
+
+
 def test_errors_are_relative_to_the_measurement() -> None:
     assert median_and_worst([-0.04, 0.01, 0.02]) == (0.02, 0.04)
     with pytest.raises(InputError, match="no measured round"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,17 @@ def in_turn(world: World) -> None:
     assert [entry["error"] for entry in report.entries] == [""] * 3
 
 
+def first_as_it_starts(world: World) -> None:
+    """The server that is to give the answers which others are compared with is struck before it has given them."""
+    world.plain, world.long_prompt = Future(), "another"
+    report = Report(world.backend, None)
+    Striking(world, report, 120).run([Strike.parse("proxy:SIGSTOP:start")])
+    assert [entry["error"] for entry in report.entries] == [""] and world.expected
+
+
 QUICK: dict[str, Callable[[World], None]] = {
     "three faults of one server": in_turn,
+    "a fault of a first server's start": first_as_it_starts,
     "rank 1 stands still in decode": rank_dies(1, signal.SIGSTOP, "decode"),
     "the proxy stands still for a while": proxy_pauses("decode"),
     "all stand still for a while": everything_pauses("decode"),
