@@ -72,8 +72,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band, with one
     more in `DEEP` ones; `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that
     share all items of a launch; 0 for a block an item, but `PAIR_BLOCKS` for gate and up side by side. `rows` of an item of
-    nvfp4 or fp8 on sm_80 and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`: what is left out to see
-    what the rest costs, with wrong results.
+    nvfp4 or fp8 on sm_80 and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`:
+    what is left out to see what the rest costs, with wrong results.
     `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), those whose shape suits it in one pass
     (kernels/one_pass.py), where rings, rows and blocks are their own; off, they go as the others do, with other bits.
     `asked`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: half of it, at
