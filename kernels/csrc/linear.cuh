@@ -270,9 +270,9 @@ template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, 
     }
 }
 
-// Half a band an item.
-template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(const Task &task, Items items) {
-    run<Weight, kTiles, false, kHalved, Weight::kHalfStages>(task, items);
+// Half a band an item; kMore: turns in a warp's ring beyond the usual ones.
+template <class Weight, int kTiles, int kMore = 0> __device__ __forceinline__ void run_halves(const Task &task, Items items) {
+    run<Weight, kTiles, false, kHalved, Weight::kHalfStages + kMore>(task, items);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -288,6 +288,8 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 #define HALVES(tokens, tiles)                                                                                          \
     LINEAR(linear_nvfp4_halves_##tokens, (run_halves<Fp4Lane, tiles>), kHalfBlocks[tiles - 1])                            \
     LINEAR(linear_fp8_halves_##tokens, (run_halves<Fp8Lane, tiles>), kHalfBlocks[tiles - 1])
+// Half bands of up to eight tokens where few blocks share a multiprocessor (`DEEP` in kernels/tuning.py).
+#define DEEP LINEAR(linear_fp8_deep_8, (run_halves<Fp8Lane, 1, 1>), kHalfBlocks[0])
 // Launches in slices of K (kernels/slices.py, kernels/one_pass.py): up to eight tokens, and more.
 #define SLICES                                                                                                         \
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_slices_8(                               \
@@ -302,6 +304,7 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 #else
 #define HALVES(tokens, tiles)
 #define SLICED(tokens, tiles)
+#define DEEP
 #define SLICES
 #endif
 #define LINEARS(tokens, tiles)                                                                                         \
