@@ -10,6 +10,7 @@ constexpr int kPasses = 8;
 constexpr int kMaxDrafts = 5;
 constexpr int kAtOnce = 4; // logits that a thread asks for side by side
 constexpr int kAllTies = 0x7FFFFFFF;
+constexpr int kListed = 64; // the largest top-k whose rows become short lists
 enum { kSample = 0, kDraft = 1, kAccept = 2, kResidual = 3 }; // what a random number is for
 
 // What each lane asked for. FP64 [lanes]: temperature, top_p, min_p; FP32: repetition, presence, frequency.
@@ -36,7 +37,17 @@ struct Rows {
     int *ties;               // [rows]: how many equal to it are inside
     int *slice_equal;        // [rows, kSlices]: values equal to the cut
     double *slice_mass;      // [rows, kSlices]: mass inside the cut
+    int *list_ids;           // [rows, kListed]: what a short list holds, ids ascending
+    double *list_weights;    // [rows, kListed]
+    double *list_sums;       // [rows, kListed]: running sums of the weights
+    int *list_size;          // [rows]
 };
+
+// Whether a lane's rows become short lists, which nothing but its own top-k says; `most`: kListed, or 0 where there are none.
+__device__ __forceinline__ bool is_listed(const Wishes &wishes, int lane, int most) {
+    const int top_k = most ? read(wishes.top_k + lane) : 0;
+    return top_k > 0 && top_k <= most && read(wishes.temperature + lane) > 0;
+}
 
 // What a lane's penalties make of the logits of a row, whose token would follow the `drafts` that stand before it.
 struct Penalties {
@@ -177,17 +188,17 @@ struct View {
     }
 };
 
-// Nothing was cut: cut 0 and all ties. Sums the masses of the slices if `summed`. Whole warps call it.
+// Where nothing was cut: cut 0 and all ties. Sums the masses of the slices if `summed`. Whole warps call it.
 __device__ __forceinline__ View view_of(const Rows &rows, const Wishes &wishes, int row, int lane, int vocabulary,
-                                        bool selected, bool summed) {
+                                        bool summed) {
     View view;
     int best;
     view.logits = rows.logits + static_cast<size_t>(row) * vocabulary;
     view.temperature = read(wishes.temperature + lane);
     view.min_p = read(wishes.min_p + lane);
     view.peak = row_peak(rows, row, best);
-    view.cut = selected ? read(rows.cut + row) : 0;
-    view.ties = selected ? read(rows.ties + row) : kAllTies;
+    view.cut = read(rows.cut + row);
+    view.ties = read(rows.ties + row);
     view.vocabulary = vocabulary;
     view.total = summed ? warp_total(read(rows.slice_mass + row * kSlices + threadIdx.x % 32)) : 0.0;
     return view;
