@@ -366,8 +366,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const View view = view_of(rows, wishes, row, lane, vocabulary, false);
     const int size = (vocabulary + kSlices - 1) / kSlices, begin = slice * size, end = min(vocabulary, begin + size);
     double mass = 0;
-    walk(view, begin, end, rank_before(rows, view, row, slice), ranks, [&](int, double w) {
-        mass += w;
+    walk(view, begin, end, rank_before(rows, view, row, slice), ranks, [&](int, const double (&weights)[kAtOnce]) {
+        mass = added(mass, weights);
         return false;
     });
     mass = block_total(mass, scratch);

@@ -126,32 +126,21 @@ struct Rest {
 
 template <class Visit>
 __device__ __forceinline__ void walk_rest(const Rest &rest, int begin, int end, int rank, int source_rank, int *scratch, Visit visit) {
-    const auto weigh = [&](const View &view, int id, float value, int &base) {
-        int own = 0;
-        if (view.ties != kAllTies) {
-            int all;
-            own = base + rank_in_block(id < end && ascending(value) == view.cut, scratch, all);
-            base += all;
+    for (int id = begin + threadIdx.x; id - static_cast<int>(threadIdx.x) < end; id += kAtOnce * kThreads) {
+        float values[kAtOnce], source_values[kAtOnce] = {};
+        double weights[kAtOnce], source_weights[kAtOnce] = {};
+        rest.target.load(values, id, end);
+        if (rest.has_source) {
+            rest.source.load(source_values, id, end);
+            rest.source.weigh(source_weights, source_values, id, end, source_rank, scratch);
         }
-        return id < end ? view.at(value, own) : 0.0;
-    };
-    for (int first = begin; first < end; first += kAtOnce * kThreads) {
-        float targets[kAtOnce], sources[kAtOnce];
+        rest.target.weigh(weights, values, id, end, rank, scratch);
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) { // asked for side by side: their waits overlap
-            const int id = first + n * kThreads + threadIdx.x;
-            targets[n] = id < end ? read(rest.target.logits + id) : 0.0f;
-            sources[n] = rest.has_source && id < end ? read(rest.source.logits + id) : 0.0f;
+        for (int n = 0; n < kAtOnce; ++n) {
+            weights[n] = id + n * kThreads < end ? rest.at(id + n * kThreads, weights[n], source_weights[n]) : 0.0;
         }
-        for (int n = 0; n < kAtOnce && first + n * kThreads < end; ++n) {
-            const int id = first + n * kThreads + threadIdx.x;
-            const float value = n == 0 ? targets[0] : n == 1 ? targets[1] : n == 2 ? targets[2] : targets[3];
-            const float source = n == 0 ? sources[0] : n == 1 ? sources[1] : n == 2 ? sources[2] : sources[3];
-            const double target_weight = weigh(rest.target, id, value, rank);
-            const double source_weight = rest.has_source ? weigh(rest.source, id, source, source_rank) : 0.0;
-            if (visit(id, id < end ? rest.at(id, target_weight, source_weight) : 0.0)) {
-                return;
-            }
+        if (visit(id, weights)) {
+            return;
         }
     }
 }
@@ -192,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int size = (vocabulary + kSlices - 1) / kSlices, begin = slice * size, end = min(vocabulary, begin + size);
     const int source_rank = rest.has_source ? rank_before(draft_rows, rest.source, source, slice) : 0;
     double mass = 0;
-    walk_rest(rest, begin, end, rank_before(rows, rest.target, row, slice), source_rank, ranks, [&](int, double w) {
-        mass += w;
+    walk_rest(rest, begin, end, rank_before(rows, rest.target, row, slice), source_rank, ranks, [&](int, const double (&weights)[kAtOnce]) {
+        mass = added(mass, weights);
         return false;
     });
     mass = block_total(mass, scratch);
@@ -202,42 +191,48 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
 }
 
-// The first id of a block of kThreads consecutive ones whose running sum, from `running` on, exceeds `goal`; -1: none,
-// and `running` moves on. All threads call it; values behind one another are added in the order of the ids' warps.
-__device__ __forceinline__ int crossing(int id, double value, double goal, double &running, double *sums, int *found) {
+// The first of kAtOnce * kThreads consecutive ids whose running sum, from `running` on, exceeds `goal`; -1: none, and
+// `running` moves on. `id`: of the thread's first value; the others are kThreads apart. Values behind one another are added in
+// the order of the ids' warps. sums, found: [kAtOnce * kWarps] of shared memory. All threads call it.
+__device__ __forceinline__ int crossing(int id, const double (&values)[kAtOnce], double goal, double &running, double *sums,
+                                        int *found) {
+    static_assert(kAtOnce * kWarps == 32, "a place a lane");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    double upto = value;
+    double upto[kAtOnce];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const double other = __shfl_up_sync(kAll, upto, step);
-        upto += lane >= step ? other : 0.0;
-    }
-    __syncthreads();
-    if (lane == 31) {
-        sums[warp] = upto;
-    }
-    if (threadIdx.x < kWarps) {
-        found[threadIdx.x] = -1;
-    }
-    __syncthreads();
-    double before = running;
-    for (int other = 0; other < warp; ++other) {
-        before += sums[other];
-    }
-    const unsigned over = __ballot_sync(kAll, value > 0 && before + upto > goal);
-    if (over && lane == 0) {
-        found[warp] = id + __ffs(over) - 1;
-    }
-    for (int other = 0; other < kWarps; ++other) {
-        running += sums[other];
-    }
-    __syncthreads();
-    for (int other = 0; other < kWarps; ++other) {
-        if (found[other] >= 0) {
-            return found[other];
+    for (int n = 0; n < kAtOnce; ++n) {
+        upto[n] = values[n];
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const double other = __shfl_up_sync(kAll, upto[n], step);
+            upto[n] += lane >= step ? other : 0.0;
         }
     }
-    return -1;
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+        if (lane == 31) {
+            sums[n * kWarps + warp] = upto[n];
+        }
+    }
+    __syncthreads();
+    double befores[kAtOnce];
+#pragma unroll
+    for (int place = 0; place < kAtOnce * kWarps; ++place) {
+        befores[place / kWarps] = place % kWarps == warp ? running : befores[place / kWarps];
+        running += sums[place];
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+        const unsigned over = __ballot_sync(kAll, values[n] > 0 && befores[n] + upto[n] > goal);
+        if (lane == 0) {
+            found[n * kWarps + warp] = over ? id + n * kThreads + __ffs(over) - 1 : -1;
+        }
+    }
+    __syncthreads();
+    const int own = found[lane];
+    const unsigned any = __ballot_sync(kAll, own >= 0);
+    return any ? __shfl_sync(kAll, own, __ffs(any) - 1) : -1;
 }
 
 // Where a sequence's tokens go. tokens: [sequences, kMaxDrafts + 1], the drafts that stand, then the new one, then -1;
@@ -320,8 +315,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sampling_draw(Sequences all, Wishes wishes, Rows rows, Rows draft_rows, int vocabulary, int listed, int purpose,
                   const int *verdicts, const double *rest_mass, Answers out, int counted) {
-    __shared__ double sums[kWarps], slice_masses[kSlices];
-    __shared__ int ranks[kWarps], found[kWarps];
+    __shared__ double sums[kAtOnce * kWarps], slice_masses[kSlices];
+    __shared__ int ranks[kWarps], found[kAtOnce * kWarps];
     const int sequence = blockIdx.x, lane = read(all.lanes + sequence);
     if (lane < 0) {
         return;
@@ -362,9 +357,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         int highest = -1; // id with any mass, for a goal that rounding put at the very end
         const int begin = slice * size, end = min(vocabulary, begin + size);
         const int rank = rank_before(rows, rest.target, row, slice);
-        const auto look = [&](int id, double w) {
-            highest = w > 0 ? id : highest;
-            token = crossing(id - threadIdx.x % 32, w, goal, running, sums, found);
+        const auto look = [&](int id, const double (&weights)[kAtOnce]) {
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                highest = weights[n] > 0 ? id + n * kThreads : highest;
+            }
+            token = crossing(id - threadIdx.x % 32, weights, goal, running, sums, found);
             return token >= 0;
         };
         if (kind == 2) {
