@@ -83,7 +83,9 @@ def decide(
         },
     )
 
-    def start(source: str, name: str, grid: tuple[int, int], *arguments: Tensor | ctypes.Structure | int | None) -> None:
+    def start(
+        source: str, name: str, grid: tuple[int, int], *arguments: Tensor | ctypes.Structure | int | None
+    ) -> None:
         launch(source, f"sampling_{name}", grid, _THREADS, arguments, device)
 
     wide, narrow = (SLICES, rows), (1, rows)

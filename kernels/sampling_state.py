@@ -11,7 +11,9 @@ from ..checkpoint.errors import InputError
 
 MAX_DRAFTS = 5
 SLICES, DIGITS, PASSES, LISTED = 32, 16, 8, 64  # as in sampling.cuh
-MOST_LISTED_IDS = 1 << 18  # of a vocabulary whose rows may become short lists: short_lists.cuh keeps so many keys of a slice
+MOST_LISTED_IDS = (
+    1 << 18
+)  # of a vocabulary whose rows may become short lists: short_lists.cuh keeps so many keys of a slice
 
 
 class Pointers(ctypes.Structure):

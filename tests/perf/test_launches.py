@@ -263,9 +263,7 @@ def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest
     card = load_card("h200").with_launches([LaunchTimes(MACHINE, [], launches, chains, 7e-6)])
     found = forecast(ledger, card, Setting(link="measured"))
     calls = sum(not launch.within for launch in ledger.launches)
-    assert calls == 731 - 19 - 4 - (
-        134 - 4
-    )  # merges, one of two samplers a draw, norms behind a sum but for last ones
+    assert calls == 731 - 19 - 4 - (134 - 4)  # merges, one of two samplers a draw, norms behind a sum but for last ones
     assert found.seconds == pytest.approx(calls * 4e-6 + 7e-6)
     assert found.families["gaps"][2] == pytest.approx(calls * 1e-6) and found.families["replay"][2] == 7e-6
     path = tmp_path / "two.json"

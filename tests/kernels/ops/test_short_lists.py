@@ -9,7 +9,7 @@ from duovolt.kernels.sampling import DRAFT, decide, decide_reference
 from duovolt.kernels.sampling_state import LISTED, Cuts, Decision, Distributions, LaneSampling
 
 from .support import bits
-from .test_sampling import KINDS, V, WISHES, lanes_with, logits_of, reference_of, same, words_of
+from .test_sampling import KINDS, WISHES, V, lanes_with, logits_of, reference_of, same, words_of
 
 SHORT = Cuts(listed=True)
 LISTS = {
@@ -100,7 +100,14 @@ def test_a_lane_hangs_on_its_own_wishes_alone(device):
     """Beside lanes of every kind, and alone: the same bits. A top-k above the bound goes the long way."""
     rng = np.random.default_rng(9)
     logits = logits_of("normal", 14, rng, device)
-    wishes = [LISTS["usual"], WISHES["greedy"], {"top_k": LISTED + 1, "top_p": 0.9}, WISHES["top-p"], {}, WISHES["min-p"]]
+    wishes = [
+        LISTS["usual"],
+        WISHES["greedy"],
+        {"top_k": LISTED + 1, "top_p": 0.9},
+        WISHES["top-p"],
+        {},
+        WISHES["min-p"],
+    ]
     alone = [SHORT, Cuts(False, False, greedy=True), Cuts(), Cuts(False, True), Cuts(False, False), Cuts(False, False)]
     drafts = [[5, 6], [int(logits[3].argmax())], [9], [8], [], [int(logits[12].argmax())]]
     firsts = np.cumsum([0, *(len(own) + 1 for own in drafts)])
