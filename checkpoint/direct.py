@@ -1,7 +1,7 @@
 """Large reads that go past the page cache, where a file is not in it.
 
 To fetch through the page cache what only the disk has costs ten times the CPU of a read that the disk delivers where the
-bytes are wanted (docs/benchmarks.md), and drives out of memory what is used more than once. What is in memory already
+bytes are wanted (docs/benchmarks/stages.md), and drives out of memory what is used more than once. What is in memory already
 is copied from there: the disk is not asked for it.
 """
 

@@ -1,6 +1,6 @@
 """A file that is in memory already, read where it stands: its pages are mapped in place of being copied.
 
-Copying is the larger part of what a pass over cached bytes costs (docs/benchmarks.md). Only what the kernel holds is
+Copying is the larger part of what a pass over cached bytes costs (docs/benchmarks/stages.md). Only what the kernel holds is
 mapped; the disk is asked by reads, which are large and report errors as errors.
 """
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..checkpoint.errors import DuovoltError
+from .interrupts import INTERRUPTS
 from .parser import Parser
 from .streams import settle_streams
 
@@ -77,8 +78,9 @@ def _report(error: BaseException, debug: bool) -> int:
     if isinstance(error, DuovoltError):
         print(f"duovolt: {error}", file=sys.stderr)
         return error.exit_code
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-        print("duovolt: interrupted.", file=sys.stderr)  # the latter: in a graph's capture, which then fails, too
+    interrupts = (isinstance(one, KeyboardInterrupt) for one in (error, error.__context__))
+    if any(interrupts) or INTERRUPTS.seen:  # others fail of it: a graph's capture, a library that is imported by half
+        print("duovolt: interrupted.", file=sys.stderr)
         return 130
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))):
         print("duovolt: out of memory.", file=sys.stderr)
@@ -151,4 +153,5 @@ def main(argv: Sequence[str]) -> int:
 def entry() -> None:
     """Console script."""
     settle_streams()
+    INTERRUPTS.watch()
     sys.exit(main(sys.argv[1:]))

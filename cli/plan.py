@@ -198,12 +198,12 @@ def _card(
     config: ModelConfig, tp: int, kv: str, weights: int, context: int, manifest: Manifest, path: Path
 ) -> dict[str, Any]:
     """One rank's card with one lane: the parts of its memory as the server plans them, and the longest context that fits."""
-    from ..runtime.engine.cuda.fitness import needs_of
+    from ..runtime.engine.cuda.fitness import needs_of, unread_forms
     from ..runtime.engine.cuda.plan import MARGIN, Demand, longest_context, plan_memory
     from ..runtime.engine.pages import pages_for
     from ..runtime.images.processor import ImageProcessor
 
-    missing = [str(need) for need in needs_of(config, tp) if not need.met]
+    missing = [str(need) for need in needs_of(config, tp) if not need.met] + unread_forms(manifest)
     if missing:
         needed = weights + kv_bytes_per_token(config, tp, kv) * context + state_bytes(config, tp)
         return {

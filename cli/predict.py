@@ -16,7 +16,7 @@ from ..perf.cards import MEASURED, Card, card_names, load_card
 from ..perf.forecast_file import compare, median_and_worst, read_forecast, read_measured, record
 from ..perf.gguf_ledger import gguf_ledger
 from ..perf.kernel_shares import read_shares
-from ..perf.launch_file import coverage, read_launch_times
+from ..perf.launch_file import coverage, printable, read_launch_times
 from ..perf.ledger import Shape
 from ..perf.model_source import sheet_at
 from ..perf.predict import CODE, Forecast, Setting, forecast
@@ -79,7 +79,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-us", type=decimal, default=0.0, metavar="U", help="host time a round (default: 0)")
     parser.add_argument("--fuse", type=whole, default=1, metavar="N", help="linears in a row that are one launch")
-    parser.add_argument("--head", choices=("split", "whole"), help="rows of the head on each rank (default: split)")
+    parser.add_argument(
+        "--head",
+        choices=("split", "candidates", "whole"),
+        help="each rank its rows, and all logits are gathered, or candidates (serve --head-split on); or all rows on each "
+        "(default: split)",
+    )
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="shares measured by `bench kernels --json`")
     parser.add_argument(
         "--launches", type=Path, nargs="+", metavar="FILE", help="times measured by `bench launches --json`"
@@ -108,7 +113,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
             if not 0 <= args.draft_head <= 1 << 24:
                 raise InputError(f"--draft-head {args.draft_head}: expected a number of rows of the vocabulary.")
             sheet = sheet.with_draft_head(args.draft_head)
-        shape = Shape(context, args.drafts, lanes, args.kv)
+        shape = Shape(context, args.drafts, lanes, args.kv, head_split=args.head == "candidates")
         setting = Setting(args.acceptance, args.link or "none", args.host_us, args.graphs == "on")
         found.append(Case(sheet, shape, setting, args.fuse, args.head != "whole"))
     return found
@@ -257,14 +262,20 @@ def run(args: argparse.Namespace) -> int:
     if args.quiet:
         return 0
     print(f"{card.name}: {card.source}\nassumed: {card.assumed}\n{found[0].ledger.label}")
+    for file in files:
+        print(printable(f"launches of {', '.join(file.models)}, measured on {file.machine.named}"))
     for chain in (chain for file in files for chain in file.chains if chain.fault):
-        print(f"left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}")
+        print(printable(f"left out, {chain.model}, {chain.tp} ranks, {chain.lanes} lanes: {chain.fault}"))
     if found[0].setting.overlap and not card.savings:
         print("launches in turn: what overlap saves on this card has not been measured, or it has none (below sm_90)")
     for index, one in enumerate(found):
         if card.exact:
             print("{} of {} launches were measured".format(*coverage(one.ledger.launches, card.exact)))
         print("\n".join(describe(one)))
+        if cases and 0 < card.memory < (held := cases[index].held):
+            print(
+                f"  does not fit: weights, keys and values take {held / 1e9:.1f} GB, and the card has {card.memory / 1e9:.0f}"
+            )
         if args.what_if and cases:
             print("\n".join(_what_if(cases[index], card)))
     return 0

@@ -1,5 +1,6 @@
 """Recipes: which tensor becomes what, as data (TOML). What no rule names is kept as the source has it."""
 
+import re
 import tomllib
 from collections.abc import Collection
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from .quantisers import QUANTISERS
 DEFAULT_RECIPE = "v100"
 KEEP = "keep"
 LAYER_KINDS = frozenset({"self_attn", "linear_attn"})  # a layer has one of them
+_VALUES = {"layout": "v100, canonical", "group": "text, mtp, vision"}
 MAX_RECIPE = 4 << 20  # bytes
 # nvfp4 loses 7% of a Gaussian matrix, 12% under Student's t with 3 degrees of freedom, 25% with 1.5.
 MAX_FLUSHED_SHARE = 0.4
@@ -48,15 +50,15 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return " ".join(map(str, filter(None, (self.group, self.roles, self.names)))) + f" -> {self.encoding}"
 
 
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The first matching rule decides. `layout` is a layout family (`v100` or `canonical`); `max_shard_bytes` bounds the
     files of every later stage; `quantiser` is a name of convert/quantisers. `draft_head`: rows of a draft head of
     reduced vocabulary, 0 for none; `draft_head_tokens`: a file with token ids, the most frequent first.
     `max_flushed_share`: of a tensor's non-zero values, the largest share that may become zero."""
 
     name: str
-    layout: Literal["v100", "canonical"]
-    max_shard_bytes: int
+    layout: Literal["v100", "canonical"] = "v100"
+    max_shard_bytes: int = 2 << 30
     rules: list[Rule]
     quantiser: str = "default"
     draft_head: int = 0
@@ -153,12 +155,18 @@ def load_recipe(name_or_path: str) -> Recipe:
             )
         recipe = msgspec.convert(tomllib.loads(text), Recipe)
     except (ValueError, msgspec.ValidationError, RecursionError) as error:  # a number of thousands of digits, too
-        raise InputError(f"recipe {name_or_path}: {one_line(error)}.") from None
+        raise InputError(f"recipe {name_or_path}: {one_line(error)}{_choices(error)}.") from None
     _require_sense(recipe, name_or_path)
     if recipe.draft_head_tokens is not None:  # as the recipe's author sees it: beside the recipe
         beside = Path(name_or_path).parent / recipe.draft_head_tokens
         recipe = msgspec.structs.replace(recipe, draft_head_tokens=str(beside))
     return recipe
+
+
+def _choices(error: Exception) -> str:
+    """The values of a key that was given another one."""
+    match = re.fullmatch(r"Invalid enum value .* - at `\$.*\.(layout|group)`", str(error), re.DOTALL)
+    return "" if match is None else f", which is one of {_VALUES[match[1]]}"
 
 
 def _require_sense(recipe: Recipe, where: str) -> None:

@@ -18,7 +18,7 @@ from ..checkpoint.errors import InputError
 from . import one_pass, reference, slices
 from .module import Module, block_shared_bytes, load, multiprocessor_shared_bytes
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, halve, task
-from .tuning import HALF_BAND, HALVES, PAIR_BLOCKS, SLICED, Choice, choice, multiprocessors, spread
+from .tuning import HALF_BAND, PAIR_BLOCKS, SLICED, Choice, choice, multiprocessors, spread
 from .weights import Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight, check
 
 __all__ = [
@@ -208,7 +208,8 @@ def _launch(x: Tensor, kernel: str, way: str, filled: Task) -> None:
         resident = PAIR_BLOCKS[padded]
     elif rows == HALF_BAND and way == _ITEMS:
         halve(filled)
-        kernel = f"{kernel}_{HALVES}"
+        halves = tuned.halves_of(kernel, tuned.blocks(filled.items, processors), processors, padded)
+        kernel = f"{kernel}_{halves}"
     blocks = filled.items if kernel == MIXED else tuned.blocks(filled.items, processors, resident)
     shared_bytes = tuned.shared_bytes(kernel, padded, module.arch)
     if module.overlapping:

@@ -28,6 +28,8 @@ _HALF_STAGE_BYTES = {"nvfp4": 8 * 160, "fp8": 4 * 288}
 MIXED_STAGES = 2  # of fp8 bands in a launch of several encodings
 BAND, HALF_BAND = 32, 16  # rows of an item
 HALVES = "halves"  # kernels of half a band an item: linear_{encoding}_halves_{T}
+DEEP = "deep"  # the same with one stage more in the rings, for fp8 and up to eight tokens: linear_fp8_deep_8
+_DEEP_BLOCKS = 3  # a multiprocessor at most: with three and a half the copies were too many for it, and came later
 SLICED = (
     "sliced"  # kernels of bands whose chains are slices of K, for more than eight tokens: linear_{encoding}_sliced_{T}
 )
@@ -67,11 +69,11 @@ _AHEAD_FROM = (9, 0)  # compute capability, where it was measured
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How linears and exchanges run on one card.
 
-    `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band;
-    `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that share all items of a
-    launch; 0 for a block an item, but `PAIR_BLOCKS` for gate and up side by side. `rows` of an item of nvfp4 or fp8 on sm_80
-    and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`: what is left out to see
-    what the rest costs, with wrong results.
+    `stages`: of the rings of copies on sm_80 and newer, by encoding; `half_stages`: where an item is half a band, with one
+    more in `DEEP` ones; `mixed_stages`: of fp8 in a launch of several encodings. `blocks_a_sm`: blocks a multiprocessor that
+    share all items of a launch; 0 for a block an item, but `PAIR_BLOCKS` for gate and up side by side. `rows` of an item of
+    nvfp4 or fp8 on sm_80 and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`:
+    what is left out to see what the rest costs, with wrong results.
     `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), those whose shape suits it in one pass
     (kernels/one_pass.py), where rings, rows and blocks are their own; off, they go as the others do, with other bits.
     `asked`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: half of it, at
@@ -162,6 +164,12 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             sooner = -(-2 * items // multiprocessors) * cost < -(-items // multiprocessors)
         return HALF_BAND if sooner else BAND
 
+    @staticmethod
+    def halves_of(kernel: str, blocks: int, multiprocessors: int, tokens: int) -> str:
+        """Which kernel of half bands a launch of so many blocks takes: `HALVES` or `DEEP`."""
+        few = blocks <= _DEEP_BLOCKS * multiprocessors
+        return DEEP if kernel == "fp8" and tokens <= _HALVED_TOKENS and few else HALVES
+
     def blocks(self, items: int, multiprocessors: int, resident: int = 0) -> int:
         """Blocks of a launch of `items` items; `resident`: that a multiprocessor should hold if the choice leaves it open."""
         each = self.blocks_a_sm or resident
@@ -170,15 +178,15 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shared_bytes(self, kernel: str, tokens: int, arch: str) -> int:
         """Dynamic shared memory in bytes of a block of kernel `linear_{kernel}_{tokens}`, as compiled for `arch`."""
         encoding, _, kind = kernel.partition("_")
-        held = HALF_BAND if kind == HALVES else BAND
+        held = HALF_BAND if kind in (HALVES, DEEP) else BAND
         sums = (_WARPS + 1) * tokens * (held + 1) * 4  # with the padding of a row
         if int(arch.partition("_")[2]) < _OLDEST_RING:
             return sums
         if kind == SLICED:
             sums = (_SLICED_CHAINS + 1) * tokens * (held + 1) * 4
             return sums + _WARPS * self.stages[encoding] * STAGE_BYTES[encoding]
-        if kind == HALVES:
-            return sums + _WARPS * self.half_stages[encoding] * _HALF_STAGE_BYTES[encoding]
+        if kind in (HALVES, DEEP):
+            return sums + _WARPS * (self.half_stages[encoding] + (kind == DEEP)) * _HALF_STAGE_BYTES[encoding]
         stages = self.stages | {"fp8": self.mixed_stages} if encoding == "any" else self.stages
         names = list(STAGES) if encoding == "any" else [encoding]
         return sums + max(_WARPS * stages[name] * STAGE_BYTES[name] for name in names)

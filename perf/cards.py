@@ -66,6 +66,7 @@ class CardForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: ReadForm
     small: SmallForm
     memory_mhz: int = 0
+    memory_gb: float = 0.0  # 0: not known
     kernel_us: dict[str, float] = {}
     share: dict[str, float | dict[str, float]] = {}
     link: dict[str, LinkForm] = {}
@@ -79,7 +80,7 @@ class Card:
     A key of `shares` is a kernel and an encoding (`linears.fp8`), a kernel, a family and an encoding, or a family: the
     first that is there holds, at the nearest number of tokens; for attention, of query rows a kv head. `exact`: launches
     that were measured alone, by key; `chains`: the same in a row; `replay`: seconds between rounds; `savings`: of launches
-    that overlap, nothing where the card cannot or nobody has measured it.
+    that overlap, nothing where the card cannot or nobody has measured it. `memory`: its bytes, 0 if not known.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Card:
     replay: float = 0.0
     savings: Savings = field(default_factory=Savings)
     gap_overlapped_us: float = 0.0
+    memory: float = 0.0
 
     def seconds(self, launch: Launch) -> float:
         """Time of one kernel, its launch included."""
@@ -142,7 +144,14 @@ class Card:
             known = ", ".join(["none", *self.links, "or microseconds"])
             raise InputError(f"{self.name}: no figures of a link {link!r}, only of {known}.")
         form = self.links[link]
-        return _line(form.reduce if launch.kernel != "gather" else form.gather, launch.message) * 1e-6
+        if launch.kernel != "gather":
+            return _line(form.reduce, launch.message) * 1e-6
+        found = _line(form.gather, launch.message)
+        if launch.message <= min(
+            form.reduce[0][0], form.gather[0][0]
+        ):  # candidates, where only whole logits were timed
+            found = min(found, form.reduce[0][1])
+        return found * 1e-6
 
     def with_launches(self, files: Sequence[LaunchTimes]) -> "Card":
         """The same card with launches that were measured alone, what they save, and what lies between them; without chains that
@@ -234,6 +243,7 @@ def _from_form(form: CardForm, where: str) -> Card:
         form.small.gap_us,
         form.read.start_us,
         form.read.gbps,
+        form.memory_gb,
         *form.kernel_us.values(),
     ]
     numbers += [value for point in form.read.points for value in point]
@@ -259,7 +269,7 @@ def _from_form(form: CardForm, where: str) -> Card:
         form.name, form.source, form.assumed, form.small.node_us, form.small.kernel_us, {READ: [_read(form.read)]},
         form.kernel_us, shares, form.link, gap_us=form.small.gap_us,
         savings=Savings(table={name: us * 1e-6 for name, us in form.overlap.items()}),
-        gap_overlapped_us=form.small.gap_overlapped_us,
+        gap_overlapped_us=form.small.gap_overlapped_us, memory=form.memory_gb * 1e9,
     )  # fmt: skip
 
 
@@ -301,6 +311,7 @@ def card_of(curve: Curve) -> Card:
         gap_us=known.gap_us if known else 0.0,
         savings=known.savings if known else Savings(),
         gap_overlapped_us=known.gap_overlapped_us if known else 0.0,
+        memory=machine.memory_bytes,
     )
 
 

@@ -140,4 +140,5 @@ def _name_ends(axes: Any, mains: list[Series]) -> None:
     for point, series, index in ends:
         height = max(height + apart, point.gbps)
         name = "plain read" if series.kernel == READ else series.kernel
-        axes.annotate(f" {name}", (point.nbytes / 1e6, height), va="center", color=f"C{index % 10}")
+        end = (point.nbytes / 1e6, height)
+        axes.annotate(name, end, (8, 0), textcoords="offset points", va="center", color=f"C{index % 10}")

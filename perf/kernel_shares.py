@@ -31,17 +31,22 @@ class Measured(msgspec.Struct, frozen=True):
     nbytes: int
     share: float
     without: str = ""
+    overlap: bool = False
 
 
 def read_shares(path: Path) -> dict[str, dict[int, float]]:
     """Key -> tokens -> share: of several cases under a key the mean, weighted by bytes. The card's own code only.
 
-    Raises InputError for what is no such file.
+    Raises InputError for what is no such file, and for shares of launches that overlap.
     """
     try:
         rows = msgspec.convert(read_json(path), list[Measured])
     except msgspec.ValidationError as error:
         raise InputError(f"{path}: not a file of `duovolt bench kernels --json`: {one_line(error)}.") from None
+    if any(row.overlap for row in rows):
+        raise InputError(
+            f"{path}: of launches that overlap. A forecast takes shares in turn: measure without --overlap."
+        )
     rows = [row for row in rows if not row.without and row.arch != "compute_70" and row.case in CASES]
     if not rows or any(not 0 < row.share <= 2 or row.nbytes <= 0 or not 1 <= row.tokens <= 1024 for row in rows):
         raise InputError(f"{path}: no rows of linears with a share of the plain read, or impossible ones.")

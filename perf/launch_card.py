@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from .launch_file import LaunchTimes
+from .launch_file import LaunchTimes, printable
 from .savings import kind_name, savings_of
 
 # Kernels that hardly touch memory; a call of sampling_adjust has another launch in it, one of attention its merge.
@@ -46,7 +46,7 @@ def sections(files: Sequence[LaunchTimes]) -> str:
 
 def _remark(text: str) -> str:
     """A comment of one line, whatever names a file of measurements holds."""
-    return "# " + "".join(c if c.isprintable() else " " for c in text)
+    return f"# {printable(text)}"
 
 
 def _sources(files: Iterable[LaunchTimes]) -> str:

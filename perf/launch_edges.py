@@ -51,6 +51,7 @@ class Edges:
     """Edges as they are found. `pool`: bytes that a graph goes through at least, `most`: of copies; `warm`: calls of a graph
     that find all they read in the second-level cache in a round too. `alone`: seconds of a call by itself, None if they are
     not known; a window that takes less in turn than its calls by themselves, or saves more, has no edge, and a line in `refused`.
+    What an exchange asks for is read sooner behind it, by as much as it takes itself at most.
 
     Ranks of two must ask for the same windows in the same order: a window that holds an exchange takes both.
     """
@@ -113,7 +114,8 @@ class Edges:
     def _is_refused(self, window: Window, in_turn: float) -> bool:
         alone = [self.alone(call) for call in window]
         total = sum(one or 0.0 for one in alone)
-        if not all(alone) or not in_turn < LEAST * total:  # NaN has no edge anyway
+        asking = sum(one or 0.0 for call, one in zip(window[:-1], alone, strict=False) if call.asks)
+        if not all(alone) or not in_turn < LEAST * (total - asking):  # NaN has no edge anyway
             return False
         self.refused.append(f"{_names(window)}: in turn {in_turn * 1e6:.1f} us, one by one {total * 1e6:.1f}")
         return True

@@ -300,11 +300,12 @@ def _chain(subject: Subject, calls: Sequence[Call], found: Found, edges: Edges) 
     if any(timing.dry for timing in timings) or len(alone) < len(inside):
         return None
     seconds = [timing.seconds / count for timing in timings]
+    asking = sum(found.alone(call) or 0.0 for call in inside if call.asks)
     model, wanted = subject.model, subject.wanted
     return unless_impossible(
         lambda: Chain(
             model.label, model.tp, len(inside), seconds[0], sum(alone), wanted.lanes, wanted.drafts,
-            overlapped=seconds[1] if overlap else 0.0, saved=saved, begin=timings[0].begin,
+            overlapped=seconds[1] if overlap else 0.0, saved=saved, begin=timings[0].begin, asking=asking,
         ),
         f"{model.label}, {model.tp} ranks, {wanted.lanes} lanes: {len(inside)} calls in a row {seconds[0] * 1e6:.1f} us, "
         f"one by one {sum(alone) * 1e6:.1f}, saved {saved * 1e6:.1f}",

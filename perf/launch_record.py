@@ -45,6 +45,11 @@ class Call:
         return self.op in EXCHANGES
 
     @property
+    def asks(self) -> bool:
+        """Whether it may ask for what the next launch reads, which then takes less than by itself: while an exchange waits."""
+        return self.is_exchange and bool(_cold(self))
+
+    @property
     def cold_bytes(self) -> int:
         """Of what `copied` copies."""
         return sum(part.nbytes for part in self.cold_tensors())

@@ -208,7 +208,11 @@ def plot(record: Record, folder: Path) -> list[Path]:
         axes.set_xscale("log", base=2)
         if log:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:,g}")
+            for put in (
+                axes.yaxis.set_major_formatter,
+                axes.yaxis.set_minor_formatter,
+            ):  # within a decade only minor ones stand
+                put("{x:,g}")
         else:
             axes.set_ylim(bottom=0)
         ticks = sorted({round(row.prompt_tokens) for row in rows})

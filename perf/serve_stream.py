@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError, one_line
-from ..runtime.proxy.reach import reach
+from ..checkpoint.errors import CheckFailed, InputError, one_line
+from ..runtime.proxy.reach import reach, unreachable
 from .counts import Count
 
 CONNECT_SECONDS = 10.0
@@ -101,7 +101,7 @@ class Endpoint:
             response = self._http.request(verb, path, json=body)
             return response.json() if response.status_code == 200 else None
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-            raise EnvironmentFault(f"no server at {self.url} ({one_line(error)}).") from None
+            raise unreachable(self.url, error) from None
         except (httpx.HTTPError, ValueError):
             return None
 
@@ -122,7 +122,7 @@ class Endpoint:
                         raise CheckFailed(f"the server's answer to {path} has no end.")
                 return bytes(found)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-            raise EnvironmentFault(f"no server at {self.url} ({one_line(error)}).") from None
+            raise unreachable(self.url, error) from None
         except httpx.HTTPError as error:
             raise CheckFailed(f"the server broke the answer off ({one_line(error) or type(error).__name__}).") from None
 
@@ -140,7 +140,7 @@ class Endpoint:
                     reading.take(line)
                     seen(reading.pieces)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-            raise EnvironmentFault(f"no server at {self.url} ({one_line(error)}).") from None
+            raise unreachable(self.url, error) from None
         except httpx.HTTPError as error:
             raise CheckFailed(f"the server broke the answer off ({one_line(error) or type(error).__name__}).") from None
         return reading.result()

@@ -110,6 +110,22 @@ class Sheet:
     mtp: Mtp | None
     draft_head: Matrix | None
 
+    @property
+    def held(self) -> int:
+        """Bytes of weights that a rank keeps on its card, the vision tower and vectors of norms left out."""
+        layers = [*self.layers, *([self.mtp.layer] if self.mtp else [])]
+        matrices = [self.head, *([self.mtp.fc] if self.mtp else []), *([self.draft_head] if self.draft_head else [])]
+        total = sum(one.nbytes for one in matrices) + self.embed_row * self.head.rows * (
+            self.tp if self.head_cut else 1
+        )
+        for layer in layers:
+            total += sum(one.nbytes for one in (*layer.inputs, layer.output, layer.gate, layer.up, layer.down))
+            if layer.experts:
+                total += (
+                    layer.experts.count * (layer.experts.gate_up + layer.experts.down) + layer.experts.router.nbytes
+                )
+        return total
+
     def with_draft_head(self, rows: int) -> "Sheet":
         """The same model with a draft head of `rows` rows in all, in the head's encoding. 0: without one."""
         if not rows:

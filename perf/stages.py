@@ -16,7 +16,7 @@ import xxhash
 from .processes import Measured, copy_files, drop_cache, files_below, flush, require_new, run_duovolt, size_of, timed
 from .specimen import write_source
 
-BLOCK = 1 << 20  # bytes a read of the plain pass: the best of 64 KB to 8 MB on the machine of docs/benchmarks.md
+BLOCK = 1 << 20  # bytes a read of the plain pass: the best of 64 KB to 8 MB on the machine of docs/benchmarks/stages.md
 RELEASE = "nvfp4-ct"  # quantised already, so that the converted checkpoint is as large as the source
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..model.config import FULL
 from .cards import Card
-from .ledger import Ledger, Shape, fused, ledger_of
+from .ledger import Ledger, Shape, fused, kv_bytes, ledger_of
 from .predict import Forecast, Setting, forecast
 from .sheet import Sheet
 
@@ -24,6 +25,14 @@ class Case:
         found = ledger_of(sheet, self.shape)
         return fused(found, self.fuse) if self.fuse > 1 else found
 
+    @property
+    def held(self) -> int:
+        """Bytes that a rank's card must hold at least: its weights, and keys and values of all lanes."""
+        heads, kinds = self.sheet.heads, [layer.kind for layer in self.sheet.layers]
+        layers = kinds.count(FULL) + (self.sheet.mtp is not None)
+        position = layers * kv_bytes(heads.kv, heads.dim, self.shape.kv)
+        return self.sheet.held + self.shape.lanes * self.shape.context * position
+
     def forecast(self, card: Card) -> Forecast:
         return forecast(self.ledger(), card, self.setting)
 
@@ -38,6 +47,9 @@ def variants(case: Case, card: Card) -> Iterator[tuple[str, Case]]:
     if case.sheet.head_cut and case.sheet.tp > 1:
         word = "whole on every rank" if case.head_split else "split over the ranks"
         yield f"head {word}", replace(case, head_split=not case.head_split)
+        if case.head_split:
+            what = "whole logits gathered" if shape.head_split else "candidates gathered, not logits"
+            yield what, replace(case, shape=replace(shape, head_split=not shape.head_split))
     if case.sheet.tp > 1:
         for link in ("none", *card.links):
             if link != setting.link:

@@ -14,25 +14,25 @@ from ..kernels.attention import shared_bytes as attention_shared_bytes
 from ..kernels.build import build, sources
 from ..kernels.delta_chunks import CHUNK, PREPARE_BYTES, scan_shared_bytes
 from ..kernels.kvcache import DIM, PAGE
+from ..kernels.linear import SOURCES
+from ..kernels.linear import THREADS as LINEAR_THREADS
 from ..kernels.prefill_attention import ROWS, own_shared_bytes
+from ..kernels.tuning import Choice
 from ..kernels.wide import THREADS, WIDTHS
 from ..kernels.wide import shared_bytes as wide_shared_bytes
 from .volta_code import Instruction, kernels_of
 from .volta_report import (
     ARCH,
     CLOCK,
-    MOST_BLOCKS,
-    MOST_WARPS,
     MULTIPROCESSORS,
     NEEDED,
     OFFERED,
     PRODUCT,
     QUARTERS,
-    REGISTERS,
-    SHARED_BYTES,
     TURN_BYTES,
     Loop,
     assemble,
+    blocks_of,
     counted,
     encoding_of,
     find_ptxas,
@@ -40,7 +40,7 @@ from .volta_report import (
 )
 
 HIDDEN, HEAD, GROUP = 5120, 128, 6
-PRODUCTS, LARGEST, WHOLE = "loop with products", "largest loop", "whole"  # which code is a unit's
+PRODUCTS, LARGEST, WHOLE, NOTHING = "loop with products", "largest loop", "whole", ""  # which code is a unit's
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,14 @@ UNITS: Mapping[str, Mapping[str, Unit]] = {
         "chunks_scan": Unit(256, PRODUCTS, CHUNK * (3 * HEAD + CHUNK) * 2, shared=scan_shared_bytes(70)),
     },
     "linear_wide.cu": _wide(),
+    **{
+        source: {
+            f"linear_any_{tokens}": Unit(
+                LINEAR_THREADS, NOTHING, 0, shared=max(Choice().shared_bytes(name, tokens, ARCH) for name in TURN_BYTES)
+            )
+        }
+        for tokens, source in SOURCES.items()
+    },
     "norm.cu": {
         "rms_norm": Unit(320, WHOLE, 14 * HIDDEN, flight=8 * HIDDEN),
         "gated_rms_norm": Unit(128, WHOLE, 4 * 10 * HEAD, flight=4 * 8 * HEAD),
@@ -112,7 +120,8 @@ UNITS: Mapping[str, Mapping[str, Unit]] = {
 
 @dataclass(frozen=True)
 class FamilyReport:
-    """One kernel on a V100. `static_bytes`: of shared memory, by ptxas; `cost`: of a warp's pass, None without a unit."""
+    """One kernel on a V100. `static_bytes`: of shared memory, by ptxas; `cost`: of a warp's pass, None without a unit that says
+    what is counted; `threads`: of a block at most, 0 if that is not known."""
 
     name: str
     registers: int
@@ -120,6 +129,7 @@ class FamilyReport:
     static_bytes: int
     unit: Unit | None
     cost: Loop | None
+    threads: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -128,17 +138,14 @@ class FamilyReport:
 
     @property
     def blocks(self) -> int:
-        """Of a multiprocessor; 0 without a unit."""
-        if self.unit is None:
-            return 0
-        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.unit.threads)
-        by_shared = SHARED_BYTES // self.shared_bytes if self.shared_bytes else MOST_BLOCKS
-        return min(by_registers, by_shared, MOST_WARPS * 32 // self.unit.threads, MOST_BLOCKS)
+        """Of a multiprocessor; 0 where the threads of a block are not known."""
+        threads = self.unit.threads if self.unit else self.threads
+        return blocks_of(self.registers, threads, self.shared_bytes) if threads else 0
 
     @property
     def warps(self) -> int:
-        """Of a multiprocessor; 0 without a unit."""
-        return self.blocks * self.unit.threads // 32 if self.unit else 0
+        """Of a multiprocessor; 0 likewise."""
+        return self.blocks * (self.unit.threads if self.unit else self.threads) // 32
 
     @property
     def in_flight(self) -> int:
@@ -196,8 +203,9 @@ def report_families() -> list[FamilyReport]:
                 if encoding_of(name) in TURN_BYTES:
                     continue  # `volta_report` has it
                 unit = units.get(name)
-                cost = _cost(unit, code[name]) if unit else None
-                found.append(FamilyReport(name, *resources[name], unit, cost))
+                cost = _cost(unit, code[name]) if unit and unit.code else None
+                one = resources[name]
+                found.append(FamilyReport(name, one.registers, one.spilled, one.static, unit, cost, one.threads))
     return found
 
 

@@ -91,7 +91,7 @@ def report() -> list[KernelReport]:
             code = kernels_of(cubin.read_bytes())
             for name in sorted(resources):
                 if encoding_of(name) in TURN_BYTES:
-                    found.append(_judge(name, tokens, *resources[name], code[name]))
+                    found.append(_judge(name, tokens, resources[name], code[name]))
     return found
 
 
@@ -116,11 +116,23 @@ def _run(command: list[str | Path]) -> str:
     return done.stdout + done.stderr
 
 
-def assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int, int]]:
-    """Registers, spilled bytes (stores and loads) and bytes of static shared memory by kernel; writes the machine code."""
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of a kernel: registers, bytes spilled (stores and loads) and of static shared memory; `threads`: of a block
+    at most, 0 where the source does not bound them."""
+
+    registers: int
+    spilled: int
+    static: int
+    threads: int
+
+
+def assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, Resources]:
+    """Resources by kernel; writes the machine code."""
     source = cubin.with_suffix(".ptx")
     source.write_bytes(ptx)
-    found: dict[str, tuple[int, int, int]] = {}
+    bounds = dict(re.findall(r"\.entry (\w+)\([^{]*?\)\s*\.maxntid (\d+)", ptx.decode()))
+    found: dict[str, Resources] = {}
     name, spilled = "", 0
     for line in _run([ptxas, "-arch=sm_70", "-v", source, "-o", cubin]).splitlines():
         if match := re.search(r"Compiling entry function '(\w+)'", line):
@@ -129,7 +141,7 @@ def assemble(ptxas: Path, ptx: bytes, cubin: Path) -> dict[str, tuple[int, int, 
             spilled = int(match[1]) + int(match[2])
         elif match := re.search(r"Used (\d+) registers", line):
             shared = re.search(r"(\d+) bytes smem", line)
-            found[name] = (int(match[1]), spilled, int(shared[1]) if shared else 0)
+            found[name] = Resources(int(match[1]), spilled, int(shared[1]) if shared else 0, int(bounds.get(name, 0)))
     return found
 
 
@@ -162,12 +174,18 @@ def counted(code: list[Instruction]) -> Loop:
     )
 
 
-def _judge(name: str, tokens: int, registers: int, spilled: int, static: int, code: list[Instruction]) -> KernelReport:
+def blocks_of(registers: int, threads: int, shared: int) -> int:
+    """Of a multiprocessor at once."""
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
+    by_shared = SHARED_BYTES // shared if shared else MOST_BLOCKS
+    return min(by_registers, by_shared, MOST_WARPS * 32 // threads, MOST_BLOCKS)
+
+
+def _judge(name: str, tokens: int, found: Resources, code: list[Instruction]) -> KernelReport:
     encoding = encoding_of(name)
-    shared = static + Choice().shared_bytes(encoding, tokens, ARCH)
-    allocated = -(-registers // 8) * 8 * THREADS
-    blocks = min(REGISTERS // allocated, SHARED_BYTES // shared, MOST_WARPS * 32 // THREADS, MOST_BLOCKS)
+    shared = found.static + Choice().shared_bytes(encoding, tokens, ARCH)
+    blocks = blocks_of(found.registers, THREADS, shared)
     warps = blocks * THREADS // 32
     turns = 2 if encoding in _AHEAD and tokens == min(SOURCES) else 1
     in_flight = warps * turns * TURN_BYTES[encoding]
-    return KernelReport(name, registers, shared, spilled, blocks, warps, in_flight, hot_loop(code))
+    return KernelReport(name, found.registers, shared, found.spilled, blocks, warps, in_flight, hot_loop(code))

@@ -133,8 +133,8 @@ class TokenEvent(Struct):
 class StepRecord(Struct):
     """What ranks compare after every step; equal on every rank, or the ranks have diverged.
 
-    kind             "admit" (requests, or lanes for them), "prefill" (one chunk of one prompt), "round" (every decoding
-                     lane), "idle" (only bookkeeping)
+    kind             "admit" (requests, or lanes for them), "prefill" (one chunk of one prompt, or a part of the work on
+                     its pictures), "round" (every decoding lane), "idle" (only bookkeeping)
     tokens_produced  tokens this step gave out, over all lanes
     token_hash       xxh64 of request ids, counts and tokens, as little-endian 64-bit words; in front of
                      them, where the step read pictures, the hash of their embeddings

@@ -26,10 +26,12 @@ template <class Weight, int kTiles, bool, Form kForm, int kStages>
 using Turns = AmpereTurns<Weight, kTiles, kForm, kStages>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
 constexpr int kHalfBlocks[] = {4, 3, 2}; // of those that hold half a band
+constexpr bool kAskEarly = true; // what an output is made of beside its sum: asked for before the products, not behind them
 #else
 #include "linear_volta.cuh"
 template <class Weight, int kTiles, bool kAhead, Form, int> using Turns = VoltaTurns<Weight, kTiles, kAhead>;
 constexpr int kBlocks[] = {3, 2, 2}; // that a multiprocessor should hold, by token tiles
+constexpr bool kAskEarly = false;
 #endif
 
 constexpr float kLargestHalf = 65504.0f;
@@ -99,10 +101,13 @@ __device__ void multiply_band(Walk &walk, const Task &task, const Matrix &matrix
     }
 }
 
+template <class Weight> __device__ __forceinline__ float scale_of(const Matrix &matrix, int row) {
+    return Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
+}
+
 // One output: the warps' sums in order, times the scale of the row.
 template <class Weight, int kTiles, int kHeld, int kChains>
-__device__ float total(const Partial<kTiles, kHeld, kChains> &partial, const Matrix &matrix, int token, int held_row, int row) {
-    const float scale = Weight::kBlocks ? 1.0f : __ldg(matrix.scale + row * matrix.scale_stride);
+__device__ __forceinline__ float total(const Partial<kTiles, kHeld, kChains> &partial, int token, int held_row, float scale) {
     float sum = partial[0][token][held_row];
 #pragma unroll
     for (int part = 1; part < kChains; ++part) {
@@ -128,6 +133,21 @@ __device__ __forceinline__ void store(const Task &task, const Matrix &matrix, in
     }
 }
 
+// What the output of a thread is made of beside its sum, where each has one at most.
+struct Beside {
+    float scale = 0.0f, residual = 0.0f;
+
+    template <class Weight, int kHeld> __device__ void ask(const Task &task, const Matrix &matrix, int first_row) {
+        const int token = threadIdx.x / kHeld, row = first_row + threadIdx.x % kHeld;
+        if (token < task.tokens && row < matrix.rows) {
+            scale = scale_of<Weight>(matrix, row);
+            if (matrix.residual != nullptr) {
+                residual = matrix.residual[place_of(matrix, token, row)];
+            }
+        }
+    }
+};
+
 // Brings what `finish` will read near: from memory it would come late, at the very end.
 __device__ __forceinline__ void prefetch_rest(const Task &task, const Matrix &matrix, int first_row) {
     if (threadIdx.x == 0 && matrix.scale_stride == 1) {
@@ -140,7 +160,18 @@ __device__ __forceinline__ void prefetch_rest(const Task &task, const Matrix &ma
 
 __device__ __forceinline__ float silu(float value) { return value / (1.0f + expf(-value)); }
 
-// What follows the product: the outputs of one band or half of one, or its gates.
+// What follows the product, an output a thread: those of one band or half of one.
+template <class Weight, int kTiles, int kHeld, int kChains>
+__device__ __forceinline__ void finish_one(const Task &task, const Matrix &matrix, int first_row, const Beside &beside,
+                                           const Partial<kTiles, kHeld, kChains> &partial) {
+    const int token = threadIdx.x / kHeld, held = threadIdx.x % kHeld, row = first_row + held;
+    if (token < task.tokens && row < matrix.rows) {
+        const float value = total<Weight, kTiles, kHeld, kChains>(partial, token, held, beside.scale);
+        store(task, matrix, token, row, value, beside.residual);
+    }
+}
+
+// The same for any number of tokens, or the gates of a band.
 template <class Weight, int kTiles, int kHeld, int kChains>
 __device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, int first_row, int part,
                                        Partial<kTiles, kHeld, kChains> &partial) {
@@ -149,7 +180,8 @@ __device__ __forceinline__ void finish(const Task &task, const Matrix &matrix, i
         if (row < matrix.rows) {
             // Asked for first: it comes while the sums are added.
             const float residual = matrix.residual == nullptr ? 0.0f : matrix.residual[place_of(matrix, token, row)];
-            const float value = total<Weight, kTiles, kHeld, kChains>(partial, matrix, token, band_row, row);
+            const float scale = scale_of<Weight>(matrix, row);
+            const float value = total<Weight, kTiles, kHeld, kChains>(partial, token, band_row, scale);
             float &gate = partial[kChains][token][band_row];
             if (task.epilogue != kSwiglu) {
                 store(task, matrix, token, row, value, residual);
@@ -169,8 +201,9 @@ __device__ __forceinline__ void finish_pairs(const Task &task, int first_row, Pa
     for (int index = threadIdx.x; index < task.tokens * kHalfRows; index += blockDim.x) {
         const int token = index / kHalfRows, own = index % kHalfRows, row = first_row + own;
         if (row < gates.rows) {
-            const float gate = total<Weight, kTiles, kHeld, kChains>(partial, gates, token, own, row);
-            const float up = total<Weight, kTiles, kHeld, kChains>(partial, ups, token, own + kHalfRows, row);
+            const float gate_scale = scale_of<Weight>(gates, row), up_scale = scale_of<Weight>(ups, row);
+            const float gate = total<Weight, kTiles, kHeld, kChains>(partial, token, own, gate_scale);
+            const float up = total<Weight, kTiles, kHeld, kChains>(partial, token, own + kHalfRows, up_scale);
             store(task, ups, token, row, silu(gate) * up, 0.0f);
         }
     }
@@ -186,19 +219,27 @@ __device__ __forceinline__ void run(const Task &task, Items items) {
     Own walk(task, items, dynamic_shared() + sizeof(Sums));
     take_over(); // weights are on their way; what else is read, the launch before may have written
     const bool whole = Own::whole(task); // bands
+    constexpr bool kEarly = kAskEarly && kTiles == 1;
+    const bool early = kEarly && (kForm != kPaired || task.epilogue != kSwiglu);
+    static_assert(!kEarly || kTokens * Own::kHeld <= 32 * kWarps, "an output a thread");
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {
 #pragma unroll 1
         for (int part = 0; part < Own::parts_of(task); ++part) {
             int band;
             const Matrix &matrix = matrix_of(task, whole ? item : item / 2, part, band);
-            if (kTiles < 3) { // for three, its registers would be one too many on sm_70
-                prefetch_rest(task, matrix, band * kRows + (whole ? 0 : item % 2 * kHalfRows));
+            const int first_row = band * kRows + (whole ? 0 : item % 2 * kHalfRows);
+            Beside beside;
+            if (early) {
+                beside.ask<Weight, Own::kHeld>(task, matrix, first_row);
+            } else if (kTiles < 3) { // for three, its registers would be one too many on sm_70
+                prefetch_rest(task, matrix, first_row);
             }
             multiply_band<Weight, kTiles>(walk, task, matrix, band, partial);
             __syncthreads();
-            const int first_row = band * kRows + (whole ? 0 : item % 2 * kHalfRows);
-            if (kForm == kPaired && !whole) {
+            if (early) {
+                finish_one<Weight, kTiles, Own::kHeld, Own::kChains>(task, matrix, first_row, beside, partial);
+            } else if (kForm == kPaired && !whole) {
                 finish_pairs<Weight, kTiles, Own::kHeld, Own::kChains>(task, first_row, partial);
             } else {
                 finish<Weight, kTiles, Own::kHeld, Own::kChains>(task, matrix, first_row, part, partial);
@@ -229,9 +270,9 @@ template <int kTiles> __device__ __forceinline__ void run_any(const Task &task, 
     }
 }
 
-// Half a band an item.
-template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(const Task &task, Items items) {
-    run<Weight, kTiles, false, kHalved, Weight::kHalfStages>(task, items);
+// Half a band an item; kMore: turns in a warp's ring beyond the usual ones.
+template <class Weight, int kTiles, int kMore = 0> __device__ __forceinline__ void run_halves(const Task &task, Items items) {
+    run<Weight, kTiles, false, kHalved, Weight::kHalfStages + kMore>(task, items);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -247,6 +288,8 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 #define HALVES(tokens, tiles)                                                                                          \
     LINEAR(linear_nvfp4_halves_##tokens, (run_halves<Fp4Lane, tiles>), kHalfBlocks[tiles - 1])                            \
     LINEAR(linear_fp8_halves_##tokens, (run_halves<Fp8Lane, tiles>), kHalfBlocks[tiles - 1])
+// Half bands of up to eight tokens where few blocks share a multiprocessor (`DEEP` in kernels/tuning.py).
+#define DEEP LINEAR(linear_fp8_deep_8, (run_halves<Fp8Lane, 1, 1>), kHalfBlocks[0])
 // Launches in slices of K (kernels/slices.py, kernels/one_pass.py): up to eight tokens, and more.
 #define SLICES                                                                                                         \
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_slices_8(                               \
@@ -261,6 +304,7 @@ template <class Weight, int kTiles> __device__ __forceinline__ void run_halves(c
 #else
 #define HALVES(tokens, tiles)
 #define SLICED(tokens, tiles)
+#define DEEP
 #define SLICES
 #endif
 #define LINEARS(tokens, tiles)                                                                                         \

@@ -2,4 +2,5 @@
 #include "linear.cuh"
 
 LINEARS(8, 1)
+DEEP
 SLICES

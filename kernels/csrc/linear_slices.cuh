@@ -18,6 +18,7 @@ struct Share {
     int whole, units, first_unit, left_row; // left_row: of the launch, where what is left over of whole bands begins
     bool paired;
 
+    __device__ Share() {}
     __device__ explicit Share(const Task &task) {
         const int block = blockIdx.x;
         paired = task.epilogue == kSwiglu;
@@ -53,7 +54,7 @@ template <class Weight, int kFours, int kAhead> struct SliceTurns {
     static_assert(kStage >= 32 * 12, "a unit's four tiles");
 
     const Task &task;
-    const Share &share;
+    Share share;
     const unsigned char *words, *scales; // of this lane's copies, of what is asked for next
     Wanted kind;    // of it
     int item, part; // that comes after it
@@ -63,18 +64,34 @@ template <class Weight, int kFours, int kAhead> struct SliceTurns {
     unsigned unit_byte, next_byte; // of a unit's scale in its word: of the step at work, and of what is asked for next
     uint4 x[kFours][2];
 
-    __device__ SliceTurns(const Task &task, const Share &share, unsigned char *shared) : task(task), share(share), item(0), part(0) {
+    __device__ SliceTurns(const Task &task, unsigned char *shared) : task(task), item(0), part(0) {
         const unsigned lane = threadIdx.x % 32, slice = uniform(threadIdx.x / 32), g = lane / 4, q = lane % 4;
-        first = slice_begin(task, slice) * kFour;
-        all = slice_fours(task, slice) == kFours;
+        const unsigned groups = task.groups, each = groups / (kFour * kSlices), more = groups / kFour % kSlices;
+        first = (slice * each + (slice < more ? slice : more)) * kFour;
+        all = each + (slice < more) == kFours;
         // Not from `slice`: of an address in a uniform register ptxas 12.9 makes a copy that no card can execute.
         const SharedAddress ring = shared_address(shared + threadIdx.x / 32 * kShared);
         to = ring + lane / 16 * kTile + lane % 16 * 16;
         scales_to = ring + lane / 8 * kTile + kTileWords + lane % 8 * 4;
         unit_to = ring + lane * 8;
         unit_scales_to = ring + 32 * 8 + lane * 4;
-        find();
-        ask_first<0>();
+        // What comes first is mostly known without a search: the sooner it is asked for, the better.
+        const bool paired = task.epilogue == kSwiglu, known = task.cut.bands > 0 && (paired || task.matrices == 1);
+        if (known) {
+            const Matrix &matrix = task.matrix[0];
+            const unsigned long long tile = static_cast<unsigned long long>(blockIdx.x) * groups + static_cast<unsigned>(first);
+            words = matrix.words + tile * kTileWords + lane * 16;
+            scales = matrix.group_scales + tile * kRows + lane * 4;
+            kind = kBand;
+            ask_first<0, true>();
+            part = paired;
+            item = !paired;
+        }
+        share = Share(task);
+        if (!known) {
+            find();
+            ask_first<0, false>();
+        }
         to = opaque(to);
         scales_to = opaque(scales_to);
         unit_to = opaque(unit_to);
@@ -82,10 +99,10 @@ template <class Weight, int kFours, int kAhead> struct SliceTurns {
         from = opaque(ring + q * kTile + g * 16);
         scales_from = opaque(ring + q * kTile + kTileWords + 2 * g);
     }
-    template <int four> __device__ void ask_first() {
+    template <int four, bool kBandOnly> __device__ void ask_first() {
         if constexpr (four < kAhead) {
-            ask<four>();
-            ask_first<four + 1>();
+            ask<four, kBandOnly>();
+            ask_first<four + 1, kBandOnly>();
         }
     }
     // Goes to the next step, which may be none.
@@ -114,12 +131,12 @@ template <class Weight, int kFours, int kAhead> struct SliceTurns {
             ++item;
         }
     }
-    // Asks for four tiles, number `four` of the slice.
-    template <int four> __device__ void ask() {
+    // Asks for four tiles, number `four` of the slice; kBandOnly: of a band, without a look at `kind`.
+    template <int four, bool kBandOnly = false> __device__ void ask() {
 #ifndef ABLATE_LOADS
         constexpr int kSlot = four * kStage;
         if (four < kFours - 1 || all) {
-            if (kind == kBand) {
+            if (kBandOnly || kind == kBand) {
                 copy_once<kSlot, four * kFourWords>(to, words);
                 copy_once<kSlot + 2 * kTile, four * kFourWords + 2 * kTileWords>(to, words);
                 copy_few<4, kSlot, four * kFourScales>(scales_to, scales);

@@ -74,8 +74,8 @@ template <class Weight> struct Output {
 
 // Dynamic shared memory: rings of all warps, then the sums of one round, or of two that take turns.
 template <class Weight, int kFours, int kAhead> __device__ __forceinline__ void run_slices(const Task &task) {
-    const Share share(task);
-    SliceTurns<Weight, kFours, kAhead> way(task, share, dynamic_shared());
+    SliceTurns<Weight, kFours, kAhead> way(task, dynamic_shared());
+    const Share &share = way.share;
     take_over(); // weights are on their way; what else is read, the launch before may have written
     way.begin();
     float *const sums = reinterpret_cast<float *>(dynamic_shared() + kSlices * SliceTurns<Weight, kFours, kAhead>::kShared);

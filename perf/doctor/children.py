@@ -74,18 +74,18 @@ def load(
             for card, mine in zip(cards, samples, strict=True):
                 if (found := sample(card, passed)) is not None:
                     mine.append(found)
-            if any(process.poll() for process in processes):
-                break  # one has died: what the others would still show is not the load that was asked for
+            if dead := [pair for pair in zip(cards, processes, strict=True) if pair[1].poll()]:
+                card, process = dead[0]
+                fault = f"GPU {card.index}: {_ended(process)}"
+                break  # what the others would still show is not the load that was asked for
             tell(passed)
             time.sleep(min(_SAMPLE_SECONDS, max(0.0, seconds - passed)))
-        for card, process in zip(cards, processes, strict=True):
+        for card, process in zip(cards, processes, strict=True) if fault is None else ():
             try:
-                code = process.wait(_START_SECONDS)
+                if process.wait(_START_SECONDS):
+                    fault = fault or f"GPU {card.index}: {_ended(process)}"
             except subprocess.TimeoutExpired:
-                fault = f"GPU {card.index} does not come to an end"
-                continue
-            if code:
-                fault = f"GPU {card.index}: {_ended(process)}"
+                fault = fault or f"GPU {card.index} does not come to an end"
     except BrokenPipeError:
         fault = "a process that keeps a card at work ended at once"
     finally:

@@ -22,6 +22,7 @@ EPS = 1e-6
 ROWS_AT_ONCE = 8192  # patches that go through an MLP at a time
 PROJECTION_BYTES = 256 << 20  # of queries, keys and values at a time
 ROPE_THETA = 10000.0
+PRODUCTS_A_PATCH = 3 * 10**7  # what to make a patch of its pixels counts as: it is the host's work
 PRODUCTS_A_LOOK = (
     5 * 10**11
 )  # multiplications after which a picture lets others go on: five layers of a 1024 x 1024 one
@@ -89,23 +90,26 @@ class VisionTower:
 
     def look(self, image: ImageInput) -> "Walk":
         """`embed` in parts."""
+        processor, weights = self.processor, self._weights
         pixels = np.frombuffer(image.pixels, dtype=np.uint8).reshape(image.frames, image.height, image.width, 3)
-        patches = torch.from_numpy(self.processor.patches(pixels))
-        return (
-            yield from self.walk(patches, image.height // self.processor.patch, image.width // self.processor.patch)
-        )
+        step = processor.factor * max(1, ROWS_AT_ONCE * processor.patch // (processor.merge * image.width))
+        parts = []
+        for top in range(0, image.height, step):  # whole rows of tokens, so that patches keep their order
+            patches = torch.from_numpy(processor.patches(pixels[:, top : top + step]))
+            parts.append(_apply(patches.to(weights.positions.device), weights.patch))
+            yield len(patches) * PRODUCTS_A_PATCH
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+        del parts, patches
+        return (yield from self._walk(x, image.height // processor.patch, image.width // processor.patch))
 
-    def forward(self, patches: Tensor, rows: int, columns: int) -> Tensor:
-        """patches float32 [rows * columns, values], merge squares side by side -> [rows * columns / merge^2, hidden]."""
-        return _all(self.walk(patches, rows, columns))
+    def _walk(self, x: Tensor, rows: int, columns: int) -> "Walk":
+        """x float32 [rows * columns, hidden], merge squares side by side -> [rows * columns / merge^2, hidden of the text model].
 
-    def walk(self, patches: Tensor, rows: int, columns: int) -> "Walk":
-        """`forward` in parts: after each, how many multiplications it was."""
+        After each part, how many multiplications it was.
+        """
         weights, merge = self._weights, self.processor.merge
         positions = ops.grid_positions(rows, columns, merge, weights.positions.device)
-        x = _apply(patches.to(weights.positions.device), weights.patch)
         count, hidden = x.shape
-        yield patches.numel() * hidden
         x += ops.resample_table(weights.positions, positions, rows, columns)
         angles = ops.grid_angles(positions, hidden // weights.heads, ROPE_THETA)
         for block in weights.blocks:

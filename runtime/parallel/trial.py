@@ -22,7 +22,8 @@ from .timing import Meet
 SIZES = (2, 4, 6, 30, 62, 64, 66, 128, 254, 512, 1022, 1024, 1026, 2560, 5118, 5120)
 TOKENS = (2, 3, 4, 6, 7, 8, 12, 16, 24)
 HIDDEN = 5120
-LARGE = (210, 5120)  # 2 MB: some builds of NCCL fail from 512 KB on only
+# 2 MB, since some builds of NCCL fail from 512 KB on only; and 4.3 MB, which the copy engine may take (links.py).
+LARGE = ((210, 5120), (420, 5120))
 GATHERS = ((1, 1), (1, 2), (4, 3), (24, 2), (1, 513), (4, 4096), (1, 124160), (4, 124160))
 _MODULUS = 2003  # sums of two stay below 2^12: exact in fp16 and in any order
 CAPTURE_SECONDS = 60.0
@@ -70,11 +71,11 @@ class Trial:
         self.collective.reduce(mine.half(), out)
         self.wrong += (out != mine + theirs).any()
 
-    def large_once(self) -> None:
+    def large_once(self, shape: tuple[int, int]) -> None:
         """One exact sum of integers, as prefill makes it."""
         self.turn += 1
-        mine, theirs = (integers(LARGE, self.turn, rank) for rank in (self.collective.rank, 1 - self.collective.rank))
-        out = torch.full(LARGE, float("nan"), device=self.device)
+        mine, theirs = (integers(shape, self.turn, rank) for rank in (self.collective.rank, 1 - self.collective.rank))
+        out = torch.full(shape, float("nan"), device=self.device)
         self.collective.reduce_large(mine.half(), out)
         self.wrong += (out != mine + theirs).any()
 
@@ -180,7 +181,8 @@ def try_collective(
         for shape in GATHERS:
             trial.gather_once(shape)
         for _ in range(3):
-            trial.large_once()
+            for shape in LARGE:
+                trial.large_once(shape)
         if found := trial.settle():
             return f"{found} exchanges of integers were wrong"
         for seed, shape in enumerate(shapes()):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ...checkpoint.errors import CheckFailed, EnvironmentFault, InputError
-from .reach import reach
+from .reach import reach, unreachable
 
 _CONNECT_SECONDS = 5.0
 _SHOWN = 200  # characters of a server's words that a message repeats
@@ -70,7 +70,7 @@ class ChatClient:
                     raise _refusal(response.status_code, response.read())
                 yield from _chunks(response)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-            raise EnvironmentFault(f"no server at {self._url} ({error}); start one with `duovolt serve`.") from error
+            raise unreachable(self._url, error, "; start one with `duovolt serve`") from error
         except httpx.HTTPError as error:
             raise CheckFailed(
                 f"the server at {self._url} broke the answer off ({error}); its log tells why."

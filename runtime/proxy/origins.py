@@ -32,6 +32,7 @@ def allow_origins(application: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("Retry-After",),
+        allow_private_network=True,  # an origin that is named may come from anywhere, also to a server at home
+        expose_headers=("Retry-After", "X-Request-Id"),
         max_age=_SECONDS_KNOWN,
     )

@@ -7,7 +7,7 @@ import ipaddress
 import httpx
 
 from ...checkpoint.address import require_address, require_certificates
-from ...checkpoint.errors import InputError
+from ...checkpoint.errors import EnvironmentFault, InputError, one_line
 
 
 def reach(url: str, headers: dict[str, str], timeout: httpx.Timeout, proxies: bool) -> httpx.Client:
@@ -32,6 +32,18 @@ def reach(url: str, headers: dict[str, str], timeout: httpx.Timeout, proxies: bo
         raise InputError(f"the environment's proxy is not one that this can use: {error}") from None
     except (httpx.InvalidURL, ValueError) as error:
         raise InputError(f"the environment's proxy: {error}.") from None
+
+
+def unreachable(url: str, error: httpx.TransportError, advice: str = "") -> EnvironmentFault:
+    """Why no connection came about: nobody listens, or what listens does not speak TLS, or has a certificate of its own."""
+    said = one_line(error)
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return EnvironmentFault(
+            f"{url}: its certificate is not trusted ({said}); name it, or who issued it, in SSL_CERT_FILE."
+        )
+    if "[SSL" in said:
+        return EnvironmentFault(f"{url}: what listens there does not speak TLS as this does ({said}); is it http://?")
+    return EnvironmentFault(f"no server at {url} ({said}){advice}.")
 
 
 def _is_here(host: str) -> bool:

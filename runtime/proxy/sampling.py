@@ -14,6 +14,7 @@ from .errors import bad_request
 from .schema import ChatBody, CompletionBody, GenerationDefaults, SamplingBody
 from .tokenizer import TextTokenizer
 
+_AS_MANY_AS_FIT = -1
 MAX_STOPS = 16
 _ID = re.compile("[0-9]{1,10}")
 _SEEDS = 2**64  # distinct seeds; a negative one counts from the end
@@ -60,14 +61,18 @@ def for_choice(params: SamplingParams, number: int) -> SamplingParams:
     return msgspec.structs.replace(params, seed=(params.seed + number) % _SEEDS)
 
 
-def asked_length(body: ChatBody | CompletionBody) -> tuple[int | None, str]:
-    """(tokens asked for, by the field of which name): some clients send both fields. Raises ApiError if they differ."""
+def asked_length(body: ChatBody | CompletionBody, unsaid: int | None = None) -> tuple[int | None, str]:
+    """(tokens asked for, None for as many as fit, by the field of which name); `unsaid` where neither field is given.
+
+    Some clients send both fields. Raises ApiError if they differ.
+    """
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise bad_request(
             f"max_tokens is {old}, max_completion_tokens {new}: send one of them", "max_completion_tokens"
         )
-    return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+    said, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+    return unsaid if said is None else None if said == _AS_MANY_AS_FIT else said, name
 
 
 def stop_strings(body: SamplingBody) -> list[str]:

@@ -25,6 +25,7 @@ Repetition = Annotated[float, Meta(ge=0.01, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Most = Annotated[int, Meta(ge=-1, lt=2**31)]  # -1, as llama.cpp's server and LM Studio have it: as many as fit
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
@@ -75,8 +76,8 @@ class ChatBody(SamplingBody, kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: Most | None = None
+    max_completion_tokens: Most | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -93,8 +94,8 @@ class CompletionBody(SamplingBody, kw_only=True):
     """`/v1/completions`. `prompt` is a text, its token ids, or a list of either."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    max_tokens: Most | None = None
+    max_completion_tokens: Most | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Whole | None = None

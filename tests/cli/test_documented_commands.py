@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from duovolt.cli.main import COMMANDS, _parser
+from duovolt.cli.main import COMMANDS, _parser, main
 from duovolt.cli.serve import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +56,40 @@ def test_links_lead_somewhere(name):
         there = here.parent / target if target else here
         assert there.exists(), f"{name}: {target}"
         assert not anchor or anchor in anchors(there), f"{name}: {target}#{anchor}"
+
+
+FIGURES = ("docs/benchmarks.md", "docs/benchmarks/quality.md", "docs/benchmarks/stages.md")
+SECTIONS = [
+    (name, part.partition("\n")[0], part)
+    for name in FIGURES
+    for part in re.split(r"^## ", (ROOT / name).read_text(encoding="utf-8"), flags=re.M)[1:]
+]
+
+
+@pytest.mark.parametrize(("name", "title", "text"), SECTIONS, ids=[title for _, title, _ in SECTIONS])
+def test_figures_have_their_command_date_and_versions(name, title, text):
+    assert re.search(r"`(duovolt|python -m duovolt|pytest) ", text), "no command"
+    assert re.search(r"20\d\d-\d\d-\d\d|\d+ (November|December) 20\d\d", text), "no date"
+    if "H200" in text:
+        assert re.search(r"driver \d{3}\.\d+", text) and re.search(r"torch \d\.\d+\.\d", text), "no driver or torch"
+
+
+REPRODUCED = [  # rows of docs/reproduce.md that are the same on every machine: a command, and what it is to print
+    (command, words)
+    for _, command, words, stop in re.findall(
+        r"^\| ([^|]+) \| `(duovolt [^`]+)` \| `([^`]+)` \| ([^|]+) \|$",
+        (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8"),
+        re.M,
+    )
+    if stop.startswith("any digit differs")
+]
+
+
+@pytest.mark.parametrize(("command", "words"), REPRODUCED)
+def test_what_is_to_be_reproduced_is_printed(command, words, capsys):
+    assert main(command.split()[1:]) == 0
+    assert words in re.sub(r" +", " ", capsys.readouterr().out)
+
+
+def test_the_rows_that_arithmetic_decides_are_tested():
+    assert {command.split()[1] for command, _ in REPRODUCED} == {"bench", "ledger", "predict"} and len(REPRODUCED) == 4

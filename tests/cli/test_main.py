@@ -89,6 +89,40 @@ def test_every_kind_of_fault_is_one_message_and_its_code(
         cli.main(["inspect", "somewhere", "--debug"])
 
 
+def interrupted(body: str) -> subprocess.CompletedProcess[str]:
+    """A command that does `body`, with what a shell's command line has around it."""
+    program = (
+        "import os, signal, sys, importlib; from duovolt.cli import main\n"
+        f"def run(args):\n    {body}\n"
+        "importlib.import_module('duovolt.cli.inspect').run = run; sys.argv[1:] = ['inspect', 'x']; main.entry()"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+def test_an_interrupt_that_a_library_swallows_and_fails_of_is_one() -> None:
+    swallowed = "try: os.kill(os.getpid(), signal.SIGINT)\n    except BaseException: pass\n    "
+    failed = interrupted(swallowed + "raise ImportError('cannot load module more than once per process')")
+    assert (failed.returncode, failed.stderr) == (130, "duovolt: interrupted.\n")
+    told = interrupted(swallowed + "from duovolt.checkpoint.errors import InputError; raise InputError('no file x')")
+    assert (told.returncode, told.stderr) == (2, "duovolt: no file x\n")
+    assert interrupted(swallowed + "return 0").returncode == 0
+    ignored = interrupted("raise ImportError('half')")
+    assert ignored.returncode == 1 and "unexpected ImportError" in ignored.stderr
+
+
+@pytest.mark.parametrize("module", ["kernels.attention", "perf.divergence", "perf.doctor.probes"])
+def test_numpy_is_imported_before_torch_which_would_swallow_an_interrupt_in_it(module: str) -> None:
+    program = (
+        "import sys\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': print('numpy' in sys.modules); sys.exit()\n"
+        f"sys.meta_path.insert(0, Watch()); import duovolt.{module}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout in ("True\n", "") and done.stderr == ""
+
+
 def piped(command: str, **environment: str) -> tuple[int, str]:
     """Exit code of the duovolt command in a shell pipeline whose reader leaves at once, and what stderr got."""
     program = f'set -o pipefail; {sys.executable} -m duovolt {command} | true; echo "${{PIPESTATUS[0]}}"'

@@ -90,12 +90,23 @@ def test_the_first_matching_rule_wins(tmp_path: Path) -> None:
         (['group = "text"\nencoding = "nvfp4"'], ["neither roles nor names"]),
         (['names = ["*A_log"]\nencoding = "nvfp4"'], ["A_log", "matrices only"]),
         (['names = ["*"]\nencoding = "int4"'], ["int4", "nvfp4", "keep"]),
+        (['group = "mlp"\nnames = ["*"]\nencoding = "keep"'], ["'mlp'", "group", "is one of text, mtp, vision"]),
     ],
 )
 def test_rules_without_effect_or_sense_are_refused(rules: list[str], words: list[str], tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         encodings(recipe(tmp_path, *rules))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_a_recipe_does_not_say_is_as_in_the_built_in_ones(tmp_path: Path) -> None:
+    path = tmp_path / "short.toml"
+    path.write_text('name = "short"\nrules = []\n')
+    short, built_in = load_recipe(str(path)), load_recipe("v100")
+    assert (short.layout, short.max_shard_bytes) == (built_in.layout, built_in.max_shard_bytes) == ("v100", 1 << 31)
+    path.write_text('name = "short"\nlayout = "volta"\nrules = []\n')
+    with pytest.raises(InputError, match=r"'volta' - at `\$\.layout`, which is one of v100, canonical\.$"):
+        load_recipe(str(path))
 
 
 def test_an_unknown_quantiser_is_refused(source: Path, tmp_path: Path, command: Command) -> None:

@@ -11,6 +11,7 @@ import torch
 from duovolt.kernels.module import PORTABLE, forced_arch
 from duovolt.kernels.weights import HalfWeight
 from duovolt.model.inventory import HEAD
+from duovolt.runtime.engine.cuda import executor as executor_module
 from duovolt.runtime.engine.cuda import model
 from duovolt.runtime.grammar import GrammarFault
 from duovolt.runtime.messages import Grammar, ImageInput, SamplingParams
@@ -430,8 +431,9 @@ def test_warming_leaves_no_trace(tools, encoded, device):
     assert answers[0] == answers[1]
 
 
-def test_rounds_at_depth_can_be_measured(tools, encoded, device):
-    """The doors: pages filled with random keys and values, and acceptance by decree."""
+def test_rounds_at_depth_can_be_measured(tools, encoded, device, monkeypatch):
+    """The doors: pages filled with random keys and values, a few at a time, and acceptance by decree."""
+    monkeypatch.setattr(executor_module, "PAGES_FILLED", 2)
     engine = cuda_engine(encoded.cuda(device), drafts=3, max_context=512)
     executor, ask = engine.executor, tools.request(1, [1] * 300, 100)
     engine.add(ask)
@@ -440,6 +442,10 @@ def test_rounds_at_depth_can_be_measured(tools, encoded, device):
     with torch.inference_mode():
         engine._claims.grow(lane)
         executor.fill(lane, 300, 7)
+        filled = [page for page in lane.pages if executor.state.kv[0].keys[page].any()]
+        assert filled == lane.pages[:5] and all(
+            (pool.values[filled] != 0).any(dim=(1, 2, 3)).all() for pool in executor.state.pools
+        )
         executor.force(lane, 2)
         lane.read = 300
         lane.add([7])

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from duovolt.checkpoint.errors import CheckFailed, InputError
+from duovolt.kernels import slices
 from duovolt.model.config import ModelConfig
 from duovolt.runtime.engine.cuda.fitness import check_fitness, check_limits, needs_of
-from duovolt.runtime.engine.cuda.selftest import Case, all_cases, check_answers
+from duovolt.runtime.engine.cuda.selftest import COLUMNS, MANY_COLUMNS, Case, all_cases, check_answers, relative_error
 
 TINY = ModelConfig.read(Path(__file__).parents[2] / "tiny" / "checkpoint")
 
@@ -54,8 +55,26 @@ def test_the_self_test_passes_where_answers_are_right() -> None:
     """L04, on the CPU: the references against themselves, so that every case is a case."""
     cases = [Case(case.name, case.on_cpu, case.on_cpu) for case in all_cases()]
     errors = check_answers(torch.device("cpu"), cases)
-    assert len(errors) == 15 and all(error == 0 for _, error in errors)
+    assert len(errors) == 21 and all(error == 0 for _, error in errors)
     assert all(bool(case.on_cpu(torch.device("cpu")).abs().sum() > 0) for case in cases)
+
+
+def test_what_serves_is_what_is_tried() -> None:
+    """L04: of each format what one token's product takes and what a prompt's takes; and another token is another answer."""
+    names = [case.name for case in all_cases()]
+    for encoding in ("nvfp4", "fp8", "fp8_blocks", "half"):
+        assert {f"linear {encoding}", f"linear of a prompt {encoding}"} <= set(names)
+    (decision,) = (case for case in all_cases() if case.name == "decision")
+    found = decision.on_cpu(torch.device("cpu"))
+    tokens = found.argmax(2) - 1
+    assert (tokens[0, :2] >= 0).all() and tokens[0, 2] == -1 and tokens[1, 0] >= 0 and tokens[1, 1] == -1
+    for place in ((0, 0), (1, 0)):
+        other = found.clone()
+        other[place] = found[place].roll(1)
+        assert relative_error(other, found) > 0.1
+    assert slices.goes("nvfp4", MANY_COLUMNS, "sm_90", 227 << 10) and not slices.goes(
+        "nvfp4", COLUMNS, "sm_90", 227 << 10
+    )
 
 
 @pytest.mark.parametrize("damage", [1.01, float("nan"), 0.0])

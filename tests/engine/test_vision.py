@@ -205,7 +205,7 @@ def cuda_engine_of(lanes: int, **settings: Any) -> Engine:
 
 
 def beside_pictures(
-    kind: str, placed: Placed, cancelled: bool = False
+    tools: Any, kind: str, placed: Placed, cancelled: bool = False
 ) -> tuple[list[tuple[str, int, int]], Any, Engine]:
     """An answer in the making, then a prompt with pictures and one of words, which comes while the first picture is looked at:
     of each step its kind and the tokens read of both prompts; the run; the engine."""
@@ -225,19 +225,17 @@ def beside_pictures(
         if cancelled and len(steps) == 9:
             engine.cancel(2)
 
-    from .conftest import drive
-
-    run = drive(engine, asks[0], after_step=after)
+    run = tools.drive(engine, asks[0], after_step=after)
     return [(record.kind, *step[1:]) for record, step in zip(run.records, steps, strict=True)], run, engine
 
 
 @pytest.mark.parametrize("kind", ["reference", "cuda"])
-def test_a_picture_lets_rounds_run_between_its_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_lets_rounds_run_between_its_parts(tools: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large it is: and nothing of another prompt is read meanwhile, whose memory it takes."""
     placed = prompt(SIZES["two"])
-    plain = beside_pictures(kind, placed)[1]
+    plain = beside_pictures(tools, kind, placed)[1]
     monkeypatch.setattr(vision, "PRODUCTS_A_LOOK", 1)
-    steps, run, _ = beside_pictures(kind, placed)
+    steps, run, _ = beside_pictures(tools, kind, placed)
     assert run.tokens == plain.tokens, "the same bits, however many parts"
     first = next(n for n, step in enumerate(steps) if step[1] >= 0)
     read = next(n for n, step in enumerate(steps) if step[1] > 0)
@@ -249,11 +247,11 @@ def test_a_picture_lets_rounds_run_between_its_parts(kind: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("kind", ["reference", "cuda"])
 def test_a_client_that_leaves_while_its_picture_is_looked_at_frees_its_lane(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    tools: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A01 in the middle of a picture: the others go on in the next step."""
     monkeypatch.setattr(vision, "PRODUCTS_A_LOOK", 1)
-    steps, run, engine = beside_pictures(kind, prompt(SIZES["two"]), cancelled=True)
+    steps, run, engine = beside_pictures(tools, kind, prompt(SIZES["two"]), cancelled=True)
     assert run.events[2][-1].finish_reason == "cancelled" and len(run.tokens[3]) == 4 and len(run.tokens[1]) == 60
     assert max(step[1] for step in steps) == 0 and max(step[2] for step in steps) == 20
     assert engine.free_pages == engine.pages and engine.running == []
@@ -440,3 +438,15 @@ def test_a_large_picture_goes_through_in_parts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(vision, "PROJECTION_BYTES", 12 * patches * hidden // weights.vision.heads)  # one head at a time
     monkeypatch.setattr(vision, "ROWS_AT_ONCE", 7)
     torch.testing.assert_close(tower(weights).embed(image), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_pixels_become_patches_a_strip_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large picture, whose patches are seconds of the host's work: the same embeddings, and a part each."""
+    placed = prompt([(160, 128)])
+    reader = tower(load_weights(tiny()))
+    whole, parts = reader.embed(placed.images[0]), list(reader.look(placed.images[0]))
+    monkeypatch.setattr(vision, "ROWS_AT_ONCE", 20)  # of ten rows of eight patches
+    strips = list(reader.look(placed.images[0]))
+    assert parts[0] == 80 * vision.PRODUCTS_A_PATCH and strips[:5] == [16 * vision.PRODUCTS_A_PATCH] * 5
+    assert strips[5:] == parts[1:]
+    torch.testing.assert_close(reader.embed(placed.images[0]), whole, rtol=1e-4, atol=1e-5)

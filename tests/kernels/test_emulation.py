@@ -15,13 +15,15 @@ ROWS, COLUMNS = 64, 16 * 35  # 35 tiles: warp 0 goes round twice and the last tu
 GUARD = 64
 
 
-def run(library, x, weights, outs, epilogue, residuals=None, overflows=None, blocks=None, rows=32) -> None:
+def run(
+    library, x, weights, outs, epilogue, residuals=None, overflows=None, blocks=None, rows=32, halves="halves"
+) -> None:
     filled = task(x, weights, outs, epilogue, residuals, overflows)
     kinds = {weight.encoding for weight in weights}
     name = kinds.pop() if len(kinds) == 1 else "any"
     if rows == 16:
         halve(filled)
-        name += "" if epilogue == SWIGLU else "_halves"
+        name += "" if epilogue == SWIGLU else f"_{halves}"
     kernel = getattr(library, f"linear_{name}_{-(-x.shape[0] // 8) * 8}")
     ranges = [x.data_ptr(), x.nbytes, *ranges_of(weights)]
     array = (ctypes.c_size_t * len(ranges))(*ranges)
@@ -134,9 +136,13 @@ def test_swiglu(host_kernels, encode, tokens):
     torch.testing.assert_close(got, swiglu_reference(x, gate.weight, up.weight), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("tokens, blocks", [(1, None), (9, 1), (24, 3)])
-@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
-def test_half_bands_have_the_bits_of_bands(halving_kernels, encode, encoding, tokens, blocks):
+HALVES = [
+    (encoding, "halves", tokens, grid) for encoding in ("nvfp4", "fp8") for tokens, grid in ((1, None), (9, 1), (24, 3))
+]
+
+
+@pytest.mark.parametrize("encoding, halves, tokens, blocks", [*HALVES, ("fp8", "deep", 1, None), ("fp8", "deep", 8, 2)])
+def test_half_bands_have_the_bits_of_bands(halving_kernels, encode, encoding, halves, tokens, blocks):
     rng = np.random.default_rng(12)
     columns = 16 * 75  # warps go round once, twice, and to a turn that is cut short
     shapes = (64, 32)
@@ -149,7 +155,7 @@ def test_half_bands_have_the_bits_of_bands(halving_kernels, encode, encoding, to
         out = inner(buffer, sum(shapes))
         out.copy_(stream)
         outs = list(out.split(list(shapes), dim=1))
-        run(halving_kernels, x, weights, outs, FLOAT, residuals=outs, blocks=grid, rows=rows)
+        run(halving_kernels, x, weights, outs, FLOAT, residuals=outs, blocks=grid, rows=rows, halves=halves)
         found.append(inner(buffer, sum(shapes)).numpy().view(np.uint32))
     np.testing.assert_array_equal(*found)
 

@@ -114,3 +114,15 @@ def test_gate_and_up_have_the_same_bits_for_every_count_and_grid(slicing_kernels
     assert same_bits(found(11, 2, rows=16), whole)
     for tokens, blocks, room in ((3, 3, ROOM), (1, 1, 101_000)):
         assert same_bits(found(tokens, blocks, room), whole[:tokens]), (tokens, blocks)
+
+
+def test_a_matrix_alone_has_the_bits_that_it_has_in_company(slicing_kernels, encode):
+    """Alone its first band is known without a search for the matrix, in company it is not."""
+    rng = np.random.default_rng(23)
+    rows = (96, 32)
+    weights = [encode("nvfp4", rng.standard_normal((n, COLUMNS)).astype(np.float32)).weight for n in rows]
+    x = torch.from_numpy(rng.standard_normal((3, COLUMNS)).astype(np.float16))
+    alone, *company = (torch.full((3, n), -7.0) for n in (rows[0], *rows))
+    launch(slicing_kernels, x, weights[:1], [alone], FLOAT, blocks=2)
+    launch(slicing_kernels, x, weights, company, FLOAT, blocks=2)
+    assert same_bits(alone, company[0]) and alone.ne(-7).all()

@@ -98,7 +98,20 @@ def test_rows_of_an_item_are_forced_or_those_that_end_sooner():
 def test_half_bands_share_the_sums_and_rings_of_half_the_rows():
     sums = 9 * 8 * 17 * 4
     assert Choice().shared_bytes("nvfp4_halves", 8, "sm_90") == sums + 8 * 3 * 8 * 160
-    assert Choice(half_stages={"nvfp4": 3, "fp8": 4}).shared_bytes("fp8_halves", 8, "sm_90") == sums + 8 * 4 * 4 * 288
+    four = Choice(half_stages={"nvfp4": 3, "fp8": 4})
+    assert four.shared_bytes("fp8_halves", 8, "sm_90") == sums + 8 * 4 * 4 * 288
+    assert four.shared_bytes("fp8_deep", 8, "sm_90") == sums + 8 * 5 * 4 * 288
+
+
+def test_rings_of_fp8_are_deeper_where_few_blocks_share_a_multiprocessor():
+    for kernel, blocks, tokens, wanted in (
+        ("fp8", 320, 8, "deep"),
+        ("fp8", 396, 8, "deep"),
+        ("fp8", 397, 8, "halves"),
+        ("fp8", 320, 16, "halves"),
+        ("nvfp4", 320, 8, "halves"),
+    ):
+        assert Choice.halves_of(kernel, blocks, 132, tokens) == wanted, (kernel, blocks, tokens)
 
 
 def test_blocks_share_the_bands():

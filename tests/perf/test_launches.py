@@ -251,7 +251,8 @@ def test_a_forecast_adds_up_what_was_measured(tmp_path: Path, capsys: pytest.Cap
         assert coverage(ledger.launches, card.exact) == (len(own) + within, 593) == (593, 593)
     command = ["predict", "qwen3.8-27b", "--card", "h200", "--drafts", "3", "--context", "8192"]
     assert main([*command, "--launches", str(path)]) == 0
-    assert "of 593 launches were measured" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "of 593 launches were measured" in out and "measured on NVIDIA H200, memory at" in out
 
 
 def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from duovolt.checkpoint.errors import InputError
 from duovolt.cli.main import main
@@ -184,15 +185,26 @@ def launch_of(key: str, kv: int) -> Any:
     return Named(key, key.partition(" ")[0], kv)
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, idle: str = "") -> None:
-    """Graphs are timed on the simulated card, with 20 us more to each as a whole; `idle`: a kernel that rests among others."""
+def asked(calls: Sequence[Call]) -> list[Work]:
+    """The work of calls in a row where an exchange asks for what the product behind it reads, while it waits."""
+    works = [work_of(call.key, call.nbytes) for call in calls]
+    for place in range(1, len(calls)):
+        if calls[place - 1].op == "reduce_norm" and calls[place].op in ("linears", "swiglu"):
+            work = works[place]
+            works[place] = Work(work.kernel, work.seconds - 1.3 * works[place - 1].seconds, work.own)
+    return works
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, idle: str = "", asking: bool = False) -> None:
+    """Graphs are timed on the simulated card, with 20 us more to each as a whole; `idle`: a kernel that rests among others;
+    `asking`: exchanges ask for what the next product reads."""
 
     def timed(launches: Any, device: Any, repeats: int = 0, together: Any = None, overlap: bool = False) -> Timing:
         works, calls = [], [one.call if isinstance(one, Placed) else one for one in launches]
-        for one, call in zip(launches, calls, strict=True):
+        each = asked(calls) if asking else [work_of(call.key, call.nbytes) for call in calls]
+        for one, call, work in zip(launches, calls, each, strict=True):
             early = one.early if isinstance(one, Placed) else overlap
             assert together is not None or not call.is_exchange  # an exchange takes both ranks
-            work = work_of(call.key, call.nbytes)
             if idle and call.key.startswith(idle) and len({other.key for other in calls}) > 1:
                 work = Work(work.kernel, 0.5 * US, 0.1 * US)
             works.append((work, early))
@@ -305,6 +317,44 @@ def test_exchanges_have_edges_too(monkeypatch: pytest.MonkeyPatch, norming: bool
     truth = [run([(work_of(call.key, call.nbytes), overlap) for call in calls]) for overlap in (False, True)]
     found_here = [forecast(ledger, card, Setting(link="measured", overlap=way)).seconds for way in (False, True)]
     assert found_here == pytest.approx(truth, rel=0.02) and truth[1] < 0.95 * truth[0]
+
+
+@torch.inference_mode()
+def test_exchanges_that_ask_for_weights_make_the_next_product_faster_than_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is no sign of calls that did less: edges and layers in a row stay, and forecasts count what asking saves."""
+    simulate(monkeypatch, asking=True)
+    model, found = model_at("tiny", 2, None), Found()
+    subject = Subject(model, 0, Halves(True), Wanted([100], 1), CPU)
+    subject.amounts = launch_measure.Amounts(1, 1, 60, 8)  # what is impossible is refused
+    measure_subject(subject, found, Costs(20 * US), Together(lambda: None, lambda: None), lambda one: None)
+    (chain,) = found.chains
+    assert not found.refused and not chain.fault
+    assert chain.seconds < 0.97 * chain.alone and 0 < chain.asking < 0.2 * chain.alone  # the old bound
+    read = [
+        edge
+        for edge in found.edges
+        if edge.key.startswith(("linears", "swiglu")) and edge.after[0].startswith("reduce_norm")
+    ]
+    assert len(read) >= 2
+    times = LaunchTimes(MACHINE, [], found.launches, found.chains, edges=found.edges)
+    card = load_card("h200").with_launches([times])
+    ledger = ledger_of(sheet_at("tiny", 2, None), Shape(100, 1))
+    calls = [Call(one.kernel, one.key, one.kv, lambda: None, (), {}) for one in card.calls(ledger)]
+    for overlap in (False, True):
+        truth = run([(work, overlap) for work in asked(calls)])
+        without = run([(work_of(call.key, call.nbytes), overlap) for call in calls])
+        ours = forecast(ledger, card, Setting(link="measured", overlap=overlap)).seconds
+        assert ours == pytest.approx(truth, rel=0.03) and truth < 0.97 * without
+    again = replace(chain, seconds=0.9 * (chain.alone - chain.asking))
+    assert "did less than in a round" in again.fault  # beyond what asking can save
+
+
+@pytest.mark.parametrize("asking", [-1e-9, 2e-5, float("nan")])
+def test_exchanges_of_a_chain_are_part_of_it(asking: float) -> None:
+    with pytest.raises(ValueError, match="exchanges of a chain"):
+        Chain("m", 2, 2, 1e-5, 1e-5, asking=asking)
 
 
 def test_edges_of_a_busy_host_are_left_out() -> None:

@@ -58,4 +58,7 @@ def test_bounds_follow_from_instructions_and_bytes():
     assert FamilyReport("name", 128, 0, (8 << 10) + 1, one.unit, loop).blocks == 1  # 96 KB a multiprocessor
     products = FamilyReport("name", 255, 0, 0, Unit(256, "whole", 0, flops=1 << 20), loop)
     assert products.tflops == pytest.approx((1 << 20) / 800 * 80 * 1.53e9 * 1e-12) and products.share is None
+    bound = FamilyReport("name", 32, 0, 0, None, None, threads=512)
+    assert (bound.blocks, bound.warps, bound.in_flight, bound.share) == (4, 64, 0, None)
+    assert FamilyReport("name", 32, 0, 0, None, None).blocks == 0
     assert products.slots_a_flop == 400 * 8 / (1 << 20) and products.in_flight == 0

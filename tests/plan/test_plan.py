@@ -112,3 +112,14 @@ def test_auto_is_the_longest_context_that_fits(giant: Path) -> None:
     assert result.returncode == 3 and "no context fits" in result.stderr and "Traceback" not in result.stderr
     result = run("plan", FIXTURE, "--max-context", "auto")
     assert result.returncode == 2 and "no kernels for this model" in result.stderr
+
+
+def test_a_recipe_that_cards_cannot_serve_is_told_before_it_is_converted(giant: Path, tmp_path: Path) -> None:
+    """The embedding in nvfp4: the reference backend serves it, the CUDA engine refuses it when it loads."""
+    recipe = tmp_path / "small.toml"
+    recipe.write_text('name = "small"\n[[rules]]\nroles = ["embed_tokens", "mlp.up_proj"]\nencoding = "nvfp4"\n')
+    words = "model.language_model.embed_tokens.weight stored as nvfp4, taken as bf16, fp16 or fp32"
+    assert facts("plan", giant, "--recipe", recipe)["missing_kernels"] == [words]
+    result = run("plan", giant, "--recipe", recipe)
+    assert f"the CUDA engine has no kernels for this model: {words}\n" in result.stdout
+    assert facts("plan", giant)["missing_kernels"] == []

@@ -294,6 +294,18 @@ def test_a_prompt_that_fills_the_context_can_be_echoed_and_nothing_more(api: Loc
     assert (status, body["error"]["param"]) == (400, "max_tokens")
 
 
+def test_minus_one_asks_for_as_many_tokens_as_fit(api: LocalApi) -> None:
+    """As llama.cpp's server and LM Studio have it; also where another name says it again."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        _, body = say(api, "</think>Hello", **{name: -1}, n_predict=-1)
+        assert api.sent[0].max_tokens == CONTEXT - body["usage"]["prompt_tokens"]  # type: ignore[union-attr]
+        say(api, "Hello", COMPLETION, prompt=[5] * 7, **{name: -1}, n_predict=-1)
+        assert api.sent[0].max_tokens == CONTEXT - 7  # type: ignore[union-attr]
+    say(api, "Hello", COMPLETION, prompt=[5] * 7)
+    assert api.sent[0].max_tokens == 16  # type: ignore[union-attr]
+    assert say(api, "Hello", max_tokens=-2)[0] == 400
+
+
 def test_completion_logprobs_have_one_entry_a_token(api: LocalApi) -> None:
     _, body = say(api, "Hello world", COMPLETION, logprobs=1)
     logprobs = body["choices"][0]["logprobs"]

@@ -1,5 +1,5 @@
-"""Every known fault of servers (A, O01), of speculation (M) and of pairs of ranks (R) that needs no card to show has a
-test that names it."""
+"""Every known fault of servers (A, O01), of loading (L), of speculation (M) and of pairs of ranks (R) has a test that names
+it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 API = {f"A{number:02}" for number in range(1, 16)}
 SPECULATION = {f"M{number:02}" for number in range(1, 7)}
-PAIRS = {f"R{number:02}" for number in (5, 6, 7, 8, 9, 11)}
+LOADING = {f"L{number:02}" for number in range(1, 10)}
+PAIRS = {f"R{number:02}" for number in range(1, 12)}
 HEALTH = {"O01"}
 
 
@@ -19,5 +20,5 @@ def test_every_case_is_named_by_a_test() -> None:
             for text in re.findall(
                 r'def test_\w+\((?:[^()]|\([^()]*\))*\)[^:]*:\n\s+"""(.*?)"""', path.read_text(), re.DOTALL
             ):
-                named |= set(re.findall(r"\b[AMRO]\d\d\b", text))
-    assert (API | SPECULATION | PAIRS | HEALTH) - named == set()
+                named |= set(re.findall(r"\b[ALMRO]\d\d\b", text))
+    assert (API | LOADING | SPECULATION | PAIRS | HEALTH) - named == set()

@@ -58,7 +58,9 @@ def test_a_conversation_from_a_pipe_ends_with_its_input(chat: Callable[..., subp
     assert (done.returncode, done.stdout) == (0, "Hello world €😀\n" * 2)
 
 
-def test_refusals_and_absence_have_their_exit_codes(chat: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_refusals_and_absence_have_their_exit_codes(
+    chat: Callable[..., subprocess.CompletedProcess[str]], server: Server
+) -> None:
     wrong = chat("--once", "hi", key=False)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "duovolt: the server answered 401: wrong or missing API key\n"
@@ -70,6 +72,8 @@ def test_refusals_and_absence_have_their_exit_codes(chat: Callable[..., subproce
         absent = chat("--once", "hi", url=f"http://127.0.0.1:{free.getsockname()[1]}")
     assert absent.returncode == 3
     assert "no server at http://127.0.0.1" in absent.stderr and "duovolt serve" in absent.stderr
+    plain = chat("--once", "hi", url=server.url.replace("http", "https"))
+    assert plain.returncode == 3 and "what listens there does not speak TLS" in plain.stderr
     nonsense = chat("--once", "hi", url="nonsense")
     assert nonsense.returncode == 2
     assert nonsense.stderr == "duovolt: --url nonsense: begin it with http:// or https://.\n"

@@ -28,6 +28,7 @@ from duovolt.runtime.parallel.mailbox import Mailbox, MailboxCollective
 from duovolt.runtime.parallel.probe import distrusted
 from duovolt.runtime.parallel.region import Region, region_bytes
 from duovolt.runtime.parallel.shared import SHARED_DIR
+from duovolt.runtime.parallel.trial import LARGE
 from duovolt.runtime.parallel.twins import Heard, run_twins
 
 from .conftest import leftovers, wait_gone
@@ -77,7 +78,7 @@ def tried(make: Callable[[MailboxCollective], CpuDeviceCollective], timeout: flo
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "GATHERS", ((1, 1), (4, 3), (1, 513)))
     monkeypatch.setattr(trial, "TOKENS", (2, 4))
-    monkeypatch.setattr(trial, "LARGE", (30, 5120))
+    monkeypatch.setattr(trial, "LARGE", ((30, 5120), (60, 5120)))
 
 
 def test_a_right_link_passes(small: None) -> None:
@@ -92,6 +93,22 @@ def test_a_link_that_spoils_data_is_found(small: None, spoil: Callable, good: in
     )
     assert second is not None and "wrong" in second
     assert first is None or "no answer" in first or "closed" in first  # its own direction was right
+
+
+def test_parts_that_the_copy_engine_takes_are_tried_too(small: None) -> None:
+    """R01: words may arrive where copies do not; a prompt's sums would be wrong on one rank."""
+    from duovolt.runtime.parallel.links import WHOLE_FROM
+
+    assert max(2 * rows * columns for rows, columns in LARGE) >= WHOLE_FROM
+    assert min(2 * rows * columns for rows, columns in LARGE) < WHOLE_FROM
+
+    class Copying(CpuDeviceCollective):
+        def reduce_large(self, part: torch.Tensor, out: torch.Tensor) -> None:
+            super().reduce_large(part, out)
+            if len(part) == 60:
+                out[-1, -1] = part[-1, -1]  # what the peer sent last is not there
+
+    assert tried(Copying) == ["3 exchanges of integers were wrong"] * 2
 
 
 def test_a_link_that_is_wrong_in_replays_only_is_found(small: None, monkeypatch: pytest.MonkeyPatch) -> None:

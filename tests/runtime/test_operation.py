@@ -231,9 +231,14 @@ def test_only_named_origins_may_read_answers(server: Server) -> None:
         assert good.headers["access-control-allow-origin"] == "https://chat.example.org"
         assert "authorization" in good.headers["access-control-allow-headers"]
         assert client.options(CHAT, headers={"Origin": "https://evil.example.org", **asked}).status_code == 400
+        # A page from elsewhere asks so for a server at home.
+        home = {"Origin": "https://chat.example.org", "Access-Control-Request-Private-Network": "true"}
+        granted = client.options(CHAT, headers=home | asked)
+        assert (granted.status_code, granted.headers["access-control-allow-private-network"]) == (200, "true")
         refused = client.post(CHAT, json={}, headers={"Origin": "http://localhost:3000"})
         assert refused.status_code == 401  # also an error must be readable
         assert refused.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert refused.headers["access-control-expose-headers"] == "Retry-After, X-Request-Id"
         plain = client.get("/health/live", headers={"Origin": "https://evil.example.org"})
         assert "access-control-allow-origin" not in plain.headers
 
@@ -282,9 +287,16 @@ def test_tls_by_files(start_server: Start, tmp_path: Path) -> None:
     with pytest.raises(httpx.HTTPError):
         httpx.get(server.url.replace("https", "http") + "/health/live")
     command = [sys.executable, "-m", "duovolt", "chat", "--url", server.url, "--once", "hi", "--quiet"]
-    for environment, code in (({"SSL_CERT_FILE": str(cert)}, 0), ({}, 3)):
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=30)
-        assert done.returncode == code, done.stderr
+    judge = [sys.executable, "-m", "duovolt", "eval", "--url", server.url, "--what", "text", "--score-bytes", "50"]
+    untrusted = f"duovolt: {server.url}: its certificate is not trusted ("
+    for environment, codes, words in (
+        ({"SSL_CERT_FILE": str(cert)}, (0, 1), ("", "duovolt: /v1/completions: tokens, ")),  # a script scores no text
+        ({}, (3, 3), (untrusted, untrusted)),
+    ):
+        for asking, code, said in zip((command, judge), codes, words, strict=True):
+            done = subprocess.run(asking, capture_output=True, text=True, env=os.environ | environment, timeout=30)
+            assert done.returncode == code and done.stderr.startswith(said), done.stderr
+            assert done.stderr.count("\n") == bool(code)
     start = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait_exit(5) == 0

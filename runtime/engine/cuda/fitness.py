@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from ....checkpoint.errors import InputError
+from ....checkpoint.manifest import Manifest
 from ....kernels import attention, delta, kvcache, norm, rope
 from ....kernels.weights import GROUP
 from ....model.config import ModelConfig, TextConfig
+from ....model.inventory import EMBED
 
 _MOST_QUERIES = 40  # query heads a KV head: five tiles of eight rows (kernels/attention.py)
 
@@ -44,6 +46,20 @@ def needs_of(config: ModelConfig, tp: int) -> list[Need]:
     for name, columns in _columns(text, tp).items():
         needs.append(Need("linear", f"columns of {name}", str(columns), f"multiples of {GROUP}", columns % GROUP == 0))
     return needs
+
+
+def takes_quantised(weight: str, dimensions: int) -> bool:
+    """Whether the engine reads a weight as words with scales: matrices, but for the embedding, of which rows are looked up."""
+    return dimensions == 2 and weight != EMBED
+
+
+def unread_forms(manifest: Manifest) -> list[str]:
+    """Weights of a conversion that are stored in a form that the engine does not take, each with what it does take."""
+    return [
+        f"{record.weight} stored as {record.encoding}, taken as bf16, fp16 or fp32"
+        for record in manifest.tensors.values()
+        if record.part == "words" and not takes_quantised(record.weight, len(record.canonical_shape))
+    ]
 
 
 def check_fitness(config: ModelConfig, tp: int, where: str) -> None:

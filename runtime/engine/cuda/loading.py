@@ -24,6 +24,7 @@ from ....model.inventory import DRAFT_IDS, EMBED, HEAD, LAYER, NORM, inventory
 from ..sources import WeightSource, open_source
 from ..vision import Affine, VisionBlock, VisionWeights
 from ..weights import sizes_of
+from .fitness import takes_quantised
 from .matrices import Stored, aligned, half_of, matrix_of
 from .stream import BLOCK_BYTES, StreamReport, stream
 from .weights import CudaAttention, CudaDelta, CudaDraftHead, CudaLayer, CudaMtp, CudaWeights, tensors_of
@@ -85,7 +86,7 @@ def plan_load(directory: Path) -> LoadPlan:
         form = Stored(encoding, False) if manifest is None else Stored.of(manifest.tensors[first])
         quantised = specs[weight].group == VISION and len(source.shapes[weight]) == 2 and "plain" not in names
         matrix = is_matrix(source, weight) or quantised
-        if not matrix and "plain" not in names:
+        if "plain" not in names and not takes_quantised(weight, len(source.shapes[weight])):
             raise InputError(
                 f"{directory}: {weight!r} is stored as {form.encoding}; the CUDA engine takes it as bf16, fp16 or fp32 "
                 "only. Convert with a recipe that keeps it."

@@ -6,6 +6,7 @@ A card, a driver or a build that computes wrongly gives plausible nonsense for h
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,16 @@ from ....kernels.kvcache import DIM, PAGE, KVCache
 from ....kernels.linear import linear, linear_reference, swiglu, swiglu_reference
 from ....kernels.norm import rms_norm, rms_norm_reference
 from ....kernels.plain_attention import plain_attention
+from ....kernels.prefill import FEW_TOKENS, linear_block, linear_block_reference
 from ....kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from ....kernels.sampling import decide, decide_reference
+from ....kernels.sampling_state import Cuts, Decision, Distributions, LaneSampling
 from ....kernels.weights import BAND, GROUP, Fp8BlockWeight, Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 ROWS, COLUMNS, TOKENS = 64, 256, 3
+MANY_COLUMNS = 5120  # which nvfp4 reads in slices where the card can
+ENCODINGS = ("nvfp4", "fp8", "fp8_blocks", "half")
+VOCABULARY = 300
 LARGEST_ERROR = 4e-3  # relative L2: results are rounded to fp16 at most twice
 
 
@@ -64,11 +71,10 @@ def check_answers(device: torch.device, cases: list[Case] | None = None) -> list
 
 
 def all_cases() -> list[Case]:
-    """Every encoding of the linears, the fused gate, both caches, both ways of attention, the delta rule, the norm; of a
-    prompt's chunk, too."""
+    """Every encoding of the linears, the fused gate, both caches, both ways of attention, the delta rule, the norm, a decision;
+    of a prompt's chunk, too."""
     cases = [
-        _pair(f"linear {encoding}", partial(_multiply, encoding), linear, linear_reference)
-        for encoding in ("nvfp4", "fp8", "fp8_blocks", "half")
+        _pair(f"linear {encoding}", partial(_multiply, encoding), linear, linear_reference) for encoding in ENCODINGS
     ]
     for kind in ("int8", "fp16"):
         attend = partial(_attend, kind == "int8")
@@ -79,8 +85,13 @@ def all_cases() -> list[Case]:
     for name, chunked in (("in chunks", True), ("token by token", False)):
         run = partial(_delta_prompt, chunked)
         cases.append(_pair(f"delta rule of a prompt {name}", run, delta_prefill, delta_prefill_reference))
+    for encoding in ENCODINGS:
+        run = partial(_multiply, encoding, tokens=FEW_TOKENS + 34)  # plain weights, and the vendor's product
+        cases.append(_pair(f"linear of a prompt {encoding}", run, linear_block, linear_block_reference))
     return [
         *cases,
+        _pair("linear of many columns", partial(_multiply, "nvfp4", columns=MANY_COLUMNS), linear, linear_reference),
+        _pair("decision", _decide, decide, decide_reference),
         _pair("swiglu", _swiglu, swiglu, swiglu_reference),
         _pair("delta rule", _delta, delta_decode, delta_decode_reference),
         _pair("norm", _norm, rms_norm, rms_norm_reference),
@@ -89,9 +100,9 @@ def all_cases() -> list[Case]:
 
 def _pair(
     name: str,
-    run: Callable[[Callable[..., Tensor], torch.device], Tensor],
-    kernel: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
+    run: Callable[[Callable[..., Any], torch.device], Tensor],
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
 ) -> Case:
     return Case(name, lambda device: run(kernel, device), lambda device: run(reference, device))
 
@@ -106,12 +117,12 @@ def _words(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     return (words & 0xBF).to(torch.uint8).to(device)
 
 
-def _input(device: torch.device) -> Tensor:
-    return _random((TOKENS, COLUMNS), 1, torch.device("cpu")).half().to(device)
+def _input(device: torch.device, tokens: int = TOKENS, columns: int = COLUMNS) -> Tensor:
+    return _random((tokens, columns), 1, torch.device("cpu")).half().to(device)
 
 
-def _weight(encoding: str, device: torch.device) -> Weight:
-    bands, groups = ROWS // BAND, COLUMNS // GROUP
+def _weight(encoding: str, device: torch.device, columns: int = COLUMNS) -> Weight:
+    bands, groups = ROWS // BAND, columns // GROUP
     if encoding == "nvfp4":
         words, scales = _words((bands, groups, BAND, 8), 2, device), _words((bands, groups, BAND), 3, device)
         return Nvfp4Weight(words, scales & 0x3F, torch.full((1,), 0.125, device=device))
@@ -123,8 +134,22 @@ def _weight(encoding: str, device: torch.device) -> Weight:
     return Fp8Weight(words, _random((ROWS,), 3, device).abs() + 0.5)
 
 
-def _multiply(encoding: str, run: Callable[..., Tensor], device: torch.device) -> Tensor:
-    return run(_input(device), _weight(encoding, device))
+def _multiply(
+    encoding: str, run: Callable[..., Tensor], device: torch.device, tokens: int = TOKENS, columns: int = COLUMNS
+) -> Tensor:
+    return run(_input(device, tokens, columns), _weight(encoding, device, columns))
+
+
+def _decide(run: Callable[..., Any], device: torch.device) -> Tensor:
+    """Two drafts judged greedily, the first of them the likeliest token, and a token drawn of the forty likeliest."""
+    logits = 3 * _random((4, VOCABULARY), 16, torch.device("cpu"))
+    sampling = LaneSampling.empty(2, VOCABULARY, device)
+    sampling.start(0, [1, 5], temperature=0.0)
+    sampling.start(1, [1, 5], top_k=40, repetition=1.3, seed=7)
+    decision = Decision.of([0, 1], [9, 9], [[int(logits[0].argmax()), 3], []], device)
+    into = Distributions.empty(4, VOCABULARY, device)
+    drawn = run(logits.to(device), decision, sampling, into, cuts=Cuts(True, False))
+    return torch.nn.functional.one_hot(drawn.tokens.long() + 1, VOCABULARY + 1).float()  # another token, another row
 
 
 def _norm(run: Callable[..., Tensor], device: torch.device) -> Tensor:

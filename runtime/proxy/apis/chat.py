@@ -59,6 +59,8 @@ def plan_chat(body: ChatBody, plan: ServePlan, defaults: SamplingDefaults) -> Pl
     shared = token_ends(tokenizer, shown.text, ids, shown.ends)
     placed = place_pictures(ids, shown, plan.pictures, plan.max_context, body.n or 1)
     asked, param = asked_length(body)
+    if asked == 0:
+        raise bad_request(f"{param}: Expected `int` >= 1, or -1 for as many as fit", param)
     length = answer_length(len(placed.ids), asked, plan.max_context, param)
     style = AnswerStyle(
         frozenset() if ignore_eos else frozenset(ends),

@@ -62,8 +62,7 @@ def plan_completion(body: CompletionBody, plan: ServePlan, defaults: SamplingDef
     for name, pad in ({} if plan.pictures is None else plan.pictures.pads).items():
         if any(pad in ids for ids in prompts):
             raise bad_request(f"prompt: {name} stands for a picture; {_NO_IMAGES}", "prompt")
-    asked, param = asked_length(body)
-    asked = _DEFAULT_LENGTH if asked is None else asked
+    asked, param = asked_length(body, _DEFAULT_LENGTH)
     if asked == 0 and not body.echo:
         raise bad_request("max_tokens: 0 makes sense with echo only", "max_tokens")
     ends, ignore_eos = stop_ids(body, tokenizer), bool(body.ignore_eos)

@@ -93,6 +93,44 @@ def test_load_ends_when_a_child_cannot_begin_or_dies(child):
     assert children.load([PCIE_V100], 0.3, sample).fault == "GPU 0: the test ended with code 1: fell off the bus"
 
 
+def test_a_card_that_fails_beside_another_is_the_one_that_is_named_at_once(child):
+    """Whichever of the two it is; the other is stopped, and not waited for."""
+    for failing in (PCIE_V100, SECOND):
+        started: list[subprocess.Popen[bytes]] = []
+        child(
+            "import sys, time; print('ready', flush=True); sys.stdin.readline();"
+            "time.sleep(0.7 if sys.argv[2] == 'fails' else 60);"
+            "sys.exit('fell off the bus')"
+        )
+        made = children.start
+
+        def start(module, cards, *arguments, made=made, failing=failing, started=started):
+            started.append(made(module, cards, *arguments, "fails" if cards == [failing] else "lives"))
+            return started[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(children, "start", start)
+            begin = time.monotonic()
+            load = children.load([PCIE_V100, SECOND], 60.0, sample)
+        assert load.fault == f"GPU {failing.index}: the test ended with code 1: fell off the bus"
+        assert time.monotonic() - begin < 15 and all(process.poll() is not None for process in started)
+        assert all(load.samples)  # what was seen until then
+
+
+def test_each_card_at_work_has_a_process_that_sees_it_alone(monkeypatch):
+    seen = []
+
+    def popen(arguments, env, **pipes):
+        seen.append((arguments[1:], env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]))
+        return real([sys.executable, "-c", "print('ready', flush=True); input()"], **pipes)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(children.subprocess, "Popen", popen)
+    load = children.load([PCIE_V100, SECOND], 0.6, sample)
+    module = ["-m", "duovolt.perf.doctor.burn_child", "0.6"]
+    assert load.fault is None and seen == [(module, "0", "PCI_BUS_ID"), (module, "3", "PCI_BUS_ID")]
+
+
 class FakeNvml(types.ModuleType):
     """A driver with two V100s that answers some questions only."""
 

@@ -16,8 +16,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 from ..conftest import Server, leftovers
@@ -156,10 +157,11 @@ class Striking:
         dead = list(self._report.dead)
         with running(world, lanes=4, before=before, **doors(part)) as server:
             self._servers.append(server)
-            if part and part[0][1].before_ready and not self._befall(server, part[0][1]):
+            get_ready = partial(self._get_ready, server, asks)
+            if part and part[0][1].before_ready and not self._befall(server, part[0][1], get_ready):
                 return
             if not never_ready(part):
-                self._get_ready(server, asks)
+                get_ready()
                 assert not any(map(leftovers, dead)), "this start should have removed what killed servers left"
                 self._longest[True] = max(self._longest[True], time.monotonic() - begin)
             for _, strike in part:
@@ -182,13 +184,13 @@ class Striking:
             raise
         assert world.expected
 
-    def _befall(self, server: Server, strike: Strike) -> bool:
+    def _befall(self, server: Server, strike: Strike, get_ready: Callable[[], None] | None = None) -> bool:
         """Whether it was survived, in time."""
         begin, error = time.monotonic(), ""
         if begin + self._longest[False] > self._end:
             return False
         try:
-            befall(self._world, server, strike)
+            befall(self._world, server, strike, get_ready)
         except Exception as caught:
             error = "".join(traceback.format_exception(caught)) + server.log
         if strike.who == "proxy" and strike.ends_server:

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..conftest import START_SECONDS, Server, wait_gone
@@ -131,7 +132,7 @@ class Strike:
             phase = f"round {self.where}"
         elif self.in_start:
             phase = f"{self.where} of a restart"
-        elif self.door is not None:
+        elif self.door is not None and self.where not in _PHASES:
             phase = f"step {self.where}"
         fault = words.get(self.what, self.what)
         if self.what.isdecimal():
@@ -142,9 +143,10 @@ class Strike:
         return {"fault": fault, "victim": victim, "phase": phase}
 
 
-def befall(world: World, server: Server, strike: Strike) -> None:
+def befall(world: World, server: Server, strike: Strike, get_ready: Callable[[], None] | None = None) -> None:
     """`server` is ready and idle, or starts if the strike is `before_ready`; afterwards it is the former, unless the strike
-    ends it. Raises AssertionError if something is not as it must be."""
+    ends it. `get_ready` waits until a server that starts has answered what others are compared with. Raises AssertionError
+    if something is not as it must be."""
     if strike.who == "mixed":
         mix(world, server, int(strike.what), most_tokens=12)
     elif strike.who == "shm":
@@ -152,7 +154,7 @@ def befall(world: World, server: Server, strike: Strike) -> None:
         fill_while_starting(world, server, START_SECONDS)
         left_nothing(server, before.pids)
     elif strike.before_ready:
-        _before_ready(world, server, strike)
+        _before_ready(world, server, strike, get_ready or (lambda: None))
     elif strike.who in _PROXY:
         _to_proxy(world, server, strike)
     elif strike.door is None:
@@ -196,7 +198,7 @@ class _Before:
         assert re.search(words, self._server.log[self._length :]), self._server.log
 
 
-def _before_ready(world: World, server: Server, strike: Strike) -> None:
+def _before_ready(world: World, server: Server, strike: Strike, get_ready: Callable[[], None]) -> None:
     pids = wait_ranks(world, server)
     if strike.where == "load":
         wait_loading(server)
@@ -213,6 +215,7 @@ def _before_ready(world: World, server: Server, strike: Strike) -> None:
     else:
         pause(*_frozen(server, strike, pids), seconds=WATCHDOG_SECONDS + 1)
         server.wait_ready()
+        get_ready()
         serves(world, server)
         assert server.metric("restarts_total") == 0
 

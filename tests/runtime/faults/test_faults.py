@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,17 @@ def in_turn(world: World) -> None:
     assert [entry["error"] for entry in report.entries] == [""] * 3
 
 
+def first_as_it_starts(world: World) -> None:
+    """The server that is to give the answers which others are compared with is struck before it has given them."""
+    world.plain, world.long_prompt = Future(), "another"
+    report = Report(world.backend, None)
+    Striking(world, report, 120).run([Strike.parse("proxy:SIGSTOP:start")])
+    assert [entry["error"] for entry in report.entries] == [""] and world.expected
+
+
 QUICK: dict[str, Callable[[World], None]] = {
     "three faults of one server": in_turn,
+    "a fault of a first server's start": first_as_it_starts,
     "rank 1 stands still in decode": rank_dies(1, signal.SIGSTOP, "decode"),
     "the proxy stands still for a while": proxy_pauses("decode"),
     "all stand still for a while": everything_pauses("decode"),
@@ -107,6 +116,19 @@ def test_a_prompt_that_was_read_is_no_phase_to_be_struck_in() -> None:
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Strike.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("1:SIGSTOP:load", ("SIGSTOP", "rank 1", "load")),
+        ("0:drop:41", ("mailbox word lost", "rank 0", "step 41")),
+        ("all:SIGSTOP:idle", ("SIGSTOP for 6 s", "proxy and ranks", "idle")),
+        ("1:never:ready", ("never starts", "rank 1", "ready of a restart")),
+    ],
+)
+def test_the_table_names_who_and_when(text: str, row: tuple[str, str, str]) -> None:
+    assert tuple(Strike.parse(text).row[name] for name in ("fault", "victim", "phase")) == row
 
 
 @pytest.mark.slow
