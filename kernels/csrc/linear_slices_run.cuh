@@ -16,8 +16,9 @@ __device__ __forceinline__ void put_sums(const Task &task, const float (&sum)[4]
 
 // One output of a round, and what else it is made of; asked for before the last products are there.
 template <class Weight> struct Output {
-    const Matrix *matrix, *up;
+    const Matrix *matrix; // of `up` none: a pointer that may be null is read through memory, not as an argument
     const float *sums, *up_sums;
+    bool paired;
     float scale = 0.0f, up_scale = 0.0f, residual = 0.0f;
     int token, row;
 
@@ -46,10 +47,10 @@ template <class Weight> struct Output {
             place %= kRows;
         }
         row = band * kRows + place;
-        up = share.paired ? &task.matrix[1] : nullptr;
+        paired = share.paired;
         scale = __ldg(matrix->scale + row * matrix->scale_stride);
-        if (up != nullptr) {
-            up_scale = __ldg(up->scale + row * up->scale_stride);
+        if (paired) {
+            up_scale = __ldg(task.matrix[1].scale + row * task.matrix[1].scale_stride);
         } else if (matrix->residual != nullptr) {
             residual = matrix->residual[place_of(*matrix, token, row)];
         }
@@ -63,11 +64,11 @@ template <class Weight> struct Output {
         return sum * Weight::kUnit;
     }
     __device__ void finish(const Task &task) const {
-        if (up == nullptr) {
+        if (!paired) {
             store(task, *matrix, token, row, total(task, sums) * scale, residual);
         } else {
             const float gate = total(task, sums) * scale, raised = total(task, up_sums) * up_scale;
-            store(task, *up, token, row, silu(gate) * raised, 0.0f);
+            store(task, task.matrix[1], token, row, silu(gate) * raised, 0.0f);
         }
     }
 };

@@ -45,6 +45,12 @@ def nvrtc():
         pytest.skip(str(missing))
 
 
+@pytest.mark.parametrize("source", ["linear_8.cu", "linear_24.cu"])
+def test_arguments_are_read_as_arguments(nvrtc, source):
+    """Through a pointer that may be null too they are read from memory, where a launch's arguments are cold."""
+    assert "cvta.param" not in builder.build(source, "compute_90").image.decode()
+
+
 def test_ptx_is_for_sm_70_and_holds_nothing_that_volta_lacks(nvrtc):
     assert {"linear_8.cu", "linear_16.cu", "linear_24.cu", "dequantise.cu", "read.cu"} <= set(builder.sources())
     ptx = builder.build("linear_8.cu", "compute_70").image.decode()
