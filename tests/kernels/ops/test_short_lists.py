@@ -1,5 +1,7 @@
 """Rounds whose lanes have a small top-k: the reference's decisions, in three launches, and no lane hangs on another's wishes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ import torch
 from duovolt.kernels import sampling as operation
 from duovolt.kernels.sampling import DRAFT, decide, decide_reference
 from duovolt.kernels.sampling_state import LISTED, Cuts, Decision, Distributions, LaneSampling
+from duovolt.runtime.engine.cuda.flights import cuts_of
+from duovolt.runtime.messages import SamplingParams
 
 from .support import bits
 from .test_sampling import KINDS, WISHES, V, lanes_with, logits_of, reference_of, same, words_of
@@ -225,3 +229,23 @@ def test_the_reference_takes_listed_cuts():
     logits = torch.zeros(1, V)
     drawn, _, _ = decided(decide_reference, logits, Decision.of([0], [1], [[]], "cpu"), [{"top_k": 1}])
     assert drawn.tokens[0, 0] == 0
+
+
+@pytest.mark.parametrize(
+    ("wishes", "cuts"),
+    [
+        ([{"temperature": 0.0}], Cuts(False, False, greedy=True)),
+        ([{"top_k": 20}], SHORT),
+        ([{"top_k": LISTED, "top_p": 0.5}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 500}], SHORT),
+        ([{"top_k": 20}, {"top_k": LISTED + 1}], Cuts(True, False)),
+        ([{"top_k": 20}, {"top_p": 0.5}], Cuts(True, True)),
+        ([{"top_p": 0.5}, {"temperature": 0.0, "top_k": 20}], Cuts(False, True)),
+        ([{}], Cuts(False, False)),
+    ],
+)
+def test_a_round_has_short_lists_where_every_lane_that_draws_may(wishes, cuts):
+    lanes = [
+        SimpleNamespace(request=SimpleNamespace(sampling=SamplingParams(**{"temperature": 1.0, **own})))
+        for own in wishes
+    ]
+    assert cuts_of(lanes) == cuts
