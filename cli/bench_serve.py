@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+from ..checkpoint.directory import require_report_place
 from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError
 from ..perf.materials import MATERIALS
 from ..perf.serve_record import Record, Settings, read_record
@@ -90,6 +91,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError("--tokens is 2 to 1048576.")
     if not (0 <= args.temperature <= 2) or not (math.isfinite(args.silence_seconds) and args.silence_seconds > 0):
         raise InputError("--temperature is 0 to 2, --silence-seconds above 0.")
+    require_report_place(args.out, (), "--out")
 
 
 def _measure(args: argparse.Namespace, machine: dict[str, str]) -> Record:

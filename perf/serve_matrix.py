@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..checkpoint.errors import EnvironmentFault, InputError
+from ..checkpoint.errors import InputError
 from ..checkpoint.numbers import is_count
 from . import materials
 from .serve_record import Answer, Head, Journal, Mode, Record, Settings, read_record
@@ -221,7 +221,5 @@ def open_run(
         if told != (server.model, server.facts.get("conversion_id")):
             raise InputError(f"{path}: holds a run of {told[0]!r}, conversion {told[1]}; the server has another.")
         return record, Journal(path, record.head, True)
-    if path is not None and not path.parent.is_dir():
-        raise EnvironmentFault(f"--out {path}: there is no directory {path.parent}.")
     record = Record(Head.new(server.model, settings, server.facts, server.machine | machine, counted()), [])
     return record, Journal(path, record.head, False)

@@ -25,6 +25,7 @@ COMMANDS = [
     (f"bench engine --recipe {GONE}.toml", f"{GONE}.toml"),
     (f"bench engine --json {GONE}/x.json", f"there is no directory {GONE}"),
     ("bench engine --arch volta", "architecture 'volta'"),
+    (f"bench serve --url http://127.0.0.1:1 --out {GONE}/x", f"--out {GONE}/x: there is no directory"),
     (f"bench launches {GONE}", GONE),
     (f"bench launches {GONE} --devices 0,1", GONE),
     (f"bench curve --svg {GONE}/x.svg", f"--svg {GONE}/x.svg: there is no directory"),
