@@ -122,7 +122,8 @@ torch_ops = Ops(
 SOURCES = (
     *(norm.SOURCE, rope.SOURCE, attention.SOURCE, delta.SOURCE, delta.APART_SOURCE, delta_chunks.SOURCE),
     *(plain.SOURCE, wide.SOURCE, prefill_attention.SOURCE, prefill_attention.OWN_SOURCE, plain_attention.SOURCE),
-    *(sampling.DISTRIBUTING, sampling.DECIDING, candidates.SOURCE, logprobs.SOURCE, round.SOURCE, staging.SOURCE),
+    *(sampling.DISTRIBUTING, sampling.SHORTENING, sampling.DECIDING, candidates.SOURCE, logprobs.SOURCE, round.SOURCE),
+    staging.SOURCE,
 )
 
 

@@ -15,22 +15,26 @@ from . import reference
 from .checks import check, check_dimensions, check_rows, launch
 from .delta import Progress
 from .sampling_state import (
+    LISTED,
     MAX_DRAFTS,
+    MOST_LISTED_IDS,
     PASSES,
     ROWS,
     SLICES,
     WISHES,
+    AnswerPointers,
     Cuts,
     Decision,
     Distributions,
     Drawn,
     LaneSampling,
     RowPointers,
+    SequencePointers,
     WishPointers,
     pointers,
 )
 
-DISTRIBUTING, DECIDING = "sampling.cu", "speculation.cu"
+DISTRIBUTING, SHORTENING, DECIDING = "sampling.cu", "short_lists.cu", "speculation.cu"
 SAMPLE, DRAFT, ACCEPT, RESIDUAL = range(4)  # what a random number is for
 _THREADS = 256
 
@@ -67,55 +71,47 @@ def decide(
     own = pointers(RowPointers, {name: getattr(into, name) for name in ROWS})
     theirs = own if draft_rows is None else pointers(RowPointers, {name: getattr(draft_rows, name) for name in ROWS})
     drawn = _checked_drawn(drawn, count, device)
-    verdict = torch.empty(count, 4, dtype=torch.int32, device=device)
-    rest = torch.empty(count, SLICES, dtype=torch.float64, device=device)
-    selected = int(cuts.top_k or cuts.top_p)
+    listed = LISTED if cuts.top_k and not cuts.greedy and vocabulary <= MOST_LISTED_IDS else 0
+    firsts = torch.empty(rows, LISTED, SLICES, dtype=torch.int64, device=device) if listed else None
+    sequences = pointers(SequencePointers, {**vars(decision), "seeds": sampling.seeds})
+    answers = pointers(
+        AnswerPointers,
+        {
+            **{"accepted": None, "turn": None, **(vars(progress) if progress is not None else {})},
+            **vars(drawn),
+            **{"seen": sampling.seen, "counts": sampling.counts},
+        },
+    )
 
-    def start(name: str, grid: tuple[int, int], *arguments: Tensor | ctypes.Structure | int | None) -> None:
-        source = DECIDING if name in ("judge", "rest", "draw") else DISTRIBUTING
+    def start(
+        source: str, name: str, grid: tuple[int, int], *arguments: Tensor | ctypes.Structure | int | None
+    ) -> None:
         launch(source, f"sampling_{name}", grid, _THREADS, arguments, device)
 
-    history = (sampling.seen, sampling.counts)
     wide, narrow = (SLICES, rows), (1, rows)
     start(
-        "adjust",
-        wide,
-        logits,
-        stride,
-        decision.row_lanes,
-        decision.drafted,
-        *history,
-        sampling.bias,
-        mask,
-        0 if mask is None else mask.shape[1],
-        int(sparse or purpose == DRAFT),
-        wishes,
-        own,
-        vocabulary,
+        *(DISTRIBUTING, "adjust", wide, logits, stride, decision.row_lanes, decision.drafted),
+        *(sampling.seen, sampling.counts, sampling.bias, mask, 0 if mask is None else mask.shape[1]),
+        *(int(sparse or purpose == DRAFT), listed, wishes, own, vocabulary, firsts),
     )
+    if listed:
+        start(SHORTENING, "list", (rows, 1), decision.row_lanes, wishes, own, listed, int(cuts.top_p), firsts)
+    shared = (sequences, wishes, own, theirs, vocabulary, listed)
+    if cuts.greedy or (cuts.listed and listed):
+        start(DECIDING, "settle", (count, 1), *shared, purpose, answers, int(counted))
+        return drawn
     for by_mass, wanted in ((0, cuts.top_k), (1, cuts.top_p)):
         for step in range(PASSES + 1) if wanted else ():
             grid = wide if step < PASSES else narrow
-            start("select", grid, decision.row_lanes, wishes, own, vocabulary, step, by_mass, by_mass * cuts.top_k)
-    if selected:
-        start("ties", wide, decision.row_lanes, own, vocabulary)
-    if not cuts.greedy:
-        start("mass", wide, decision.row_lanes, wishes, own, vocabulary, selected)
-    members = (decision.lanes, decision.firsts, decision.counts, decision.positions, decision.drafts, decision.sources)
-    start(
-        *("judge", (count, 1), *members, decision.chances, decision.forced, sampling.seeds, wishes, own),
-        *(vocabulary, selected, verdict),
-    )
-    judged = (decision.lanes, decision.drafts, decision.sources)
-    if not cuts.greedy:
-        start("rest", (SLICES, count), *judged, wishes, own, theirs, vocabulary, selected, verdict, rest)
-    start(
-        *("draw", (count, 1), decision.lanes, decision.positions, decision.drafts, decision.firsts, decision.sources),
-        *(sampling.seeds, wishes, own, theirs, vocabulary, selected, purpose, verdict, rest),
-        *(drawn.tokens, drawn.produced, drawn.chance),
-        *((None, None) if progress is None else (progress.accepted, progress.turn)),
-        *(*history, int(counted)),
-    )
+            passing = (step, by_mass, int(cuts.top_k), listed)
+            start(DISTRIBUTING, "select", grid, decision.row_lanes, wishes, own, vocabulary, *passing)
+    if cuts.top_k or cuts.top_p:
+        start(DISTRIBUTING, "ties", wide, decision.row_lanes, own, vocabulary)
+    start(DISTRIBUTING, "mass", wide, decision.row_lanes, wishes, own, vocabulary, listed)
+    verdict = torch.empty(count, 4, dtype=torch.int32, device=device)
+    rest = torch.empty(count, SLICES, dtype=torch.float64, device=device)
+    start(DECIDING, "rest", (SLICES, count), *shared, verdict, rest)
+    start(DECIDING, "draw", (count, 1), *shared, purpose, verdict, rest, answers, int(counted))
     return drawn
 
 

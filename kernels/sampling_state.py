@@ -10,7 +10,10 @@ from torch import Tensor
 from ..checkpoint.errors import InputError
 
 MAX_DRAFTS = 5
-SLICES, DIGITS, PASSES = 32, 16, 8  # as in sampling.cuh
+SLICES, DIGITS, PASSES, LISTED = 32, 16, 8, 64  # as in sampling.cuh
+MOST_LISTED_IDS = (
+    1 << 18
+)  # of a vocabulary whose rows may become short lists: short_lists.cuh keeps so many keys of a slice
 
 
 class Pointers(ctypes.Structure):
@@ -19,9 +22,11 @@ class Pointers(ctypes.Structure):
     tensors: list[Tensor]
 
 
-def pointers(kind: type[Pointers], tensors: Mapping[str, Tensor]) -> Pointers:
-    made = kind(*(tensors[name].data_ptr() for name in (field[0] for field in kind._fields_)))
-    made.tensors = list(tensors.values())
+def pointers(kind: type[Pointers], tensors: Mapping[str, Tensor | None]) -> Pointers:
+    """None: a null pointer."""
+    given = [tensors[field[0]] for field in kind._fields_]
+    made = kind(*(0 if tensor is None else tensor.data_ptr() for tensor in given))
+    made.tensors = [tensor for tensor in given if tensor is not None]
     return made
 
 
@@ -29,7 +34,10 @@ WISHES = ("temperature", "top_p", "min_p", "top_k", "repetition", "presence", "f
 ROWS = (
     *("logits", "slice_peak", "slice_best", "digit_counts", "digit_masses", "prefix", "above", "mass_above", "limit"),
     *("floor", "floor_ties", "cut", "ties", "slice_equal", "slice_mass"),
+    *("list_ids", "list_weights", "list_sums", "list_size"),
 )
+SEQUENCES = ("lanes", "firsts", "counts", "positions", "drafts", "sources", "chances", "forced", "seeds")
+ANSWERS = ("tokens", "produced", "chance", "accepted", "turn", "seen", "counts")
 
 
 class WishPointers(Pointers):
@@ -38,6 +46,14 @@ class WishPointers(Pointers):
 
 class RowPointers(Pointers):
     _fields_ = [(name, ctypes.c_void_p) for name in ROWS]
+
+
+class SequencePointers(Pointers):
+    _fields_ = [(name, ctypes.c_void_p) for name in SEQUENCES]
+
+
+class AnswerPointers(Pointers):
+    _fields_ = [(name, ctypes.c_void_p) for name in ANSWERS]
 
 
 @dataclass(frozen=True)
@@ -129,6 +145,10 @@ class Distributions:
     ties: Tensor
     slice_equal: Tensor
     slice_mass: Tensor
+    list_ids: Tensor
+    list_weights: Tensor
+    list_sums: Tensor
+    list_size: Tensor
 
     @staticmethod
     def empty(rows: int, vocabulary: int, device: torch.device | str) -> "Distributions":
@@ -152,6 +172,10 @@ class Distributions:
             zeros(rows),
             zeros(rows, SLICES),
             zeros(rows, SLICES, dtype=double),
+            zeros(rows, LISTED),
+            zeros(rows, LISTED, dtype=double),
+            zeros(rows, LISTED, dtype=double),
+            zeros(rows),
         )
 
     def part(self, first: int, count: int) -> "Distributions":
@@ -237,12 +261,14 @@ class Decision:
 class Cuts:
     """Which cuts some lane asks for; passes for the others are not started. Known to the host, part of a graph.
 
-    `greedy`: no lane draws, so nothing is weighed.
+    `greedy`: no lane draws, so nothing is weighed. `listed`: every lane that draws has a top-k of at most `LISTED`, so that
+    no passes over whole rows are needed.
     """
 
     top_k: bool = True
     top_p: bool = True
     greedy: bool = False
+    listed: bool = False
 
 
 @dataclass(frozen=True)

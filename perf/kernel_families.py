@@ -207,8 +207,11 @@ def sampling(device: torch.device) -> Iterator[Measurement]:
     lanes.start(0, [1], temperature=0.8, top_k=40, top_p=0.95)
     decision = Decision.of([0], [9], [[1, 2, 3]], device)
     into = Distributions.empty(rows, VOCABULARY, device)
-    for cuts in (Cuts(), Cuts(top_k=False, top_p=False)):
-        what = "top-k and top-p" if cuts.top_k else "no cut"
+    forms = {"top-k and top-p": Cuts(listed=True), "top-p": Cuts(top_k=False), "no cut": Cuts(top_k=False, top_p=False)}
+    forms["greedy"] = Cuts(top_k=False, top_p=False, greedy=True)
+    for what, cuts in forms.items():
+        if cuts.greedy:
+            lanes.temperature.zero_()
         call = partial(decide, logits, decision, lanes, into, cuts=cuts, counted=False)
         yield Measurement(f"round of 4 rows, {what}", rows * VOCABULARY * 4, [call] * 4)
     tokens = torch.zeros(rows, dtype=torch.int32, device=device)

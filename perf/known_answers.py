@@ -199,15 +199,18 @@ def _candidates(run: Run, device: torch.device) -> Tensor:
 
 
 def _sample(run: Callable[..., object], device: torch.device) -> Tensor:
-    """Eight positions of a greedy lane and of one that draws with every cut; the tokens, as numbers."""
+    """Eight positions of a greedy lane and of two that draw with every cut, by short lists and by passes over whole rows; the
+    tokens, as numbers. Every other round has lists alone."""
     vocabulary, drawn = 5000, []
     for position in range(8):
-        sampling = LaneSampling.empty(2, vocabulary, device, bias=False)
+        sampling = LaneSampling.empty(3, vocabulary, device, bias=False)
         sampling.start(0, [1], temperature=0.0)
-        sampling.start(1, [1, 5, 9], temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition=1.1, seed=3)
-        decision = Decision.of([0, 1], [position, position], [[], []], device)
-        logits = _random((2, vocabulary), 41 + position, device) * 4
-        answer = run(logits, decision, sampling, Distributions.empty(2, vocabulary, device), cuts=Cuts())
+        listed = position % 2 > 0
+        for lane, top_k in ((1, 40), (2, 50 if listed else 100)):
+            sampling.start(lane, [1, 5, 9], temperature=0.8, top_k=top_k, top_p=0.9, min_p=0.01, repetition=1.1, seed=3)
+        decision = Decision.of([0, 1, 2], [position] * 3, [[]] * 3, device)
+        logits = _random((3, vocabulary), 41 + position, device) * 4
+        answer = run(logits, decision, sampling, Distributions.empty(3, vocabulary, device), cuts=Cuts(listed=listed))
         drawn.append(answer.tokens[:, 0])  # type: ignore[attr-defined]
     return torch.stack(drawn).double()
 

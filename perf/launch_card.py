@@ -6,7 +6,7 @@ from statistics import fmean
 from .launch_file import LaunchTimes, printable
 from .savings import kind_name, savings_of
 
-# Kernels that hardly touch memory; a call of sampling_adjust has two other launches in it, one of attention its merge.
+# Kernels that hardly touch memory; a call of sampling_adjust has another launch in it, one of attention its merge.
 SMALL = (
     "rms_norm", "rms_norm_delta", "gated_rms_norm", "qkv_rope_int8", "qkv_rope_fp16", "embed", "embed_fp32", "elementwise",
     "round_rows", "round_advance", "round_scatter",

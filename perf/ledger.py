@@ -19,7 +19,7 @@ MAX_TOKENS, MAX_LANES, MAX_CONTEXT = 8, 4, 1 << 24  # of a sequence in a round (
 ATTENTION_ROWS = 40  # query rows that one pass over the cache serves
 KV_SCALE_DIMS = 64
 CANDIDATES = 64  # of a rank and row, where they are gathered (kernels/candidates.py)
-SAMPLING = ("adjust", "judge", "draw")  # launches of `decide` for greedy lanes
+SAMPLING = ("adjust", "settle")  # launches of `decide` for greedy lanes
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,42 @@
 // The vocabulary is cut into kSlices slices of consecutive ids; a block takes one slice of one row. What concerns a whole
 // row is put together from the slices in their order by whoever needs it, so nothing depends on timing. Probabilities are
 // FP64. The cut is found digit by digit: a logit's bits, made to ascend with its value, are eight digits of four bits,
-// and each pass counts and weighs the values of the row that share the digits found so far. docs/kernels/sampling.md.
-#include "sampling.cuh"
+// and each pass counts and weighs the values of the row that share the digits found so far; rows of a small top-k go by
+// short_lists.cu instead. docs/kernels/sampling.md.
+#include "short_lists.cuh"
+
+// The keys of what a thread has written of a slice.
+struct Written {
+    const float *logits;
+    int begin, end;
+
+    template <class Visit> __device__ __forceinline__ void operator()(Visit visit) const {
+        for (int first = begin + threadIdx.x; first < end; first += kAtOnce * kThreads) {
+            float values[kAtOnce];
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                const int id = first + n * kThreads;
+                values[n] = id < end ? read(logits + id) : 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                const int id = first + n * kThreads;
+                visit(id < end ? key_of(values[n], id) : 0);
+            }
+        }
+    }
+};
 
 // logits: FP32 [rows, vocabulary ...], rows logits_stride apart. lanes: [rows], -1: none. drafted: [rows, kMaxDrafts],
 // the drafts that stand before the row's token, -1 where there are none. seen: [lanes, vocabulary]; answer_counts: FP32
 // likewise; bias: FP32 likewise, or null. mask: [rows, mask_words], a bit an id, or null: ids without theirs cannot come.
-// open: minus infinity is a logit of a token that cannot come, and nothing broken. Grid: (kSlices, rows).
+// open: minus infinity is a logit of a token that cannot come, and nothing broken. listed: kListed, or 0: no short lists;
+// firsts: [rows, kListed, kSlices], the first top-k keys of each slice where a row becomes one. Grid: (kSlices, rows).
 extern "C" __global__ void __launch_bounds__(kThreads)
     sampling_adjust(const float *logits, int logits_stride, const int *lanes, const int *drafted,
                     const unsigned char *seen, const float *answer_counts, const float *bias, const unsigned *mask,
-                    int mask_words, int open, Wishes wishes, Rows rows, int vocabulary) {
+                    int mask_words, int open, int listed, Wishes wishes, Rows rows, int vocabulary, Key *firsts) {
+    __shared__ Contest<kMostInside> contest;
     __shared__ float peaks[kWarps];
     __shared__ int bests[kWarps];
     const int row = blockIdx.y, slice = blockIdx.x, lane = read(lanes + row);
@@ -24,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Penalties penalties(wishes, lane, drafted, row, seen, answer_counts, vocabulary);
     const bool penalised = penalties.any();
     float peak = __uint_as_float(0xFF800000u);
-    int best = 0x7FFFFFFF;
+    int best = kNone;
     bool finite = true;
     for (int first = begin + threadIdx.x; first < end; first += kAtOnce * kThreads) {
         float values[kAtOnce], biases[kAtOnce];
@@ -52,10 +77,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 value = __uint_as_float(0xFF800000u);
             }
             write(rows.logits + static_cast<size_t>(row) * vocabulary + id, value);
-            if (value > peak) {
-                peak = value;
+            if (value > peak || best == kNone) {
+                peak = value > peak ? value : peak;
                 best = id;
             }
+        }
+    }
+    if (is_listed(wishes, lane, listed)) {
+        const int top_k = read(wishes.top_k + lane);
+        const float *own = rows.logits + static_cast<size_t>(row) * vocabulary;
+        Key *out = firsts + static_cast<size_t>(row) * kListed * kSlices + slice;
+        const auto take = [&](int rank, Key key) { write(out + rank * kSlices, key); };
+        const int count = first_keys(contest, top_k, best == kNone ? 0 : key_of(peak, best), Written{own, begin, end}, take);
+        for (int rank = count + threadIdx.x; rank < top_k; rank += kThreads) {
+            write(out + rank * kSlices, Key{0});
         }
     }
 #pragma unroll
@@ -86,6 +121,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         write(rows.slice_peak + row * kSlices + slice, peak);
         write(rows.slice_best + row * kSlices + slice, all ? best : -1);
+        if (slice == 0) { // until something is cut
+            write(rows.cut + row, 0u);
+            write(rows.ties + row, kAllTies);
+        }
     }
 }
 
@@ -179,10 +218,11 @@ template <class T> __device__ __forceinline__ T digit_sum(T (&v)[kDigits]) {
     return v[0] + __shfl_xor_sync(kAll, v[0], 1);
 }
 
-// One pass over a row. by_mass 0: the cut by top-k; 1: by top-p, inside the former (floored: there was one). Pass kPasses
-// only closes. Grid: (kSlices, rows), pass kPasses: (1, rows).
+// One pass over a row. by_mass 0: the cut by top-k; 1: by top-p, inside the former (cuts: those were made, where a lane has
+// a top-k). Rows that become short lists (top-k up to `listed`) or want no such cut have no part in it. Pass kPasses only
+// closes. Grid: (kSlices, rows), pass kPasses: (1, rows).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    sampling_select(const int *lanes, Wishes wishes, Rows rows, int vocabulary, int pass, int by_mass, int floored) {
+    sampling_select(const int *lanes, Wishes wishes, Rows rows, int vocabulary, int pass, int by_mass, int cuts, int listed) {
     __shared__ int counts[kDigits];
     __shared__ double masses[kDigits];
     __shared__ int warp_counts[kWarps][kDigits];
@@ -194,15 +234,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const double temperature = read(wishes.temperature + lane);
     const int top_k = read(wishes.top_k + lane);
     const double top_p = read(wishes.top_p + lane);
-    int best;
-    const float peak = row_peak(rows, row, best);
-    if (temperature <= 0 || best < 0) {
+    if (temperature <= 0 || (by_mass ? top_p >= 1 : top_k <= 0) || is_listed(wishes, lane, listed)) {
         return;
     }
+    int best;
+    const float peak = row_peak(rows, row, best);
+    if (best < 0) {
+        return;
+    }
+    const bool floored = cuts && top_k > 0;
     const unsigned floor = floored ? read(rows.floor + row) : 0;
-    double limit = top_k > 0 ? top_k : 4e9;
+    double limit = top_k;
     if (by_mass) {
-        limit = top_p >= 1 ? 1e300 : pass > 1 || floored ? read(rows.limit + row) : -1;
+        limit = pass > 1 || floored ? read(rows.limit + row) : -1;
     }
     Step step = {};
     if (pass > 0) {
@@ -310,20 +354,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Mass inside the cut, a slice. Grid: (kSlices, rows).
+// Mass inside the cut, a slice, of rows that are no short lists. Grid: (kSlices, rows).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    sampling_mass(const int *lanes, Wishes wishes, Rows rows, int vocabulary, int selected) {
+    sampling_mass(const int *lanes, Wishes wishes, Rows rows, int vocabulary, int listed) {
     __shared__ double scratch[kWarps];
     __shared__ int ranks[kWarps];
     const int row = blockIdx.y, slice = blockIdx.x, lane = read(lanes + row);
-    if (lane < 0 || read(wishes.temperature + lane) <= 0) {
+    if (lane < 0 || read(wishes.temperature + lane) <= 0 || is_listed(wishes, lane, listed)) {
         return;
     }
-    const View view = view_of(rows, wishes, row, lane, vocabulary, selected, false);
+    const View view = view_of(rows, wishes, row, lane, vocabulary, false);
     const int size = (vocabulary + kSlices - 1) / kSlices, begin = slice * size, end = min(vocabulary, begin + size);
     double mass = 0;
-    walk(view, begin, end, rank_before(rows, view, row, slice), ranks, [&](int, double w) {
-        mass += w;
+    walk(view, begin, end, rank_before(rows, view, row, slice), ranks, [&](int, const double (&weights)[kAtOnce]) {
+        mass = added(mass, weights);
         return false;
     });
     mass = block_total(mass, scratch);

@@ -10,6 +10,7 @@ constexpr int kPasses = 8;
 constexpr int kMaxDrafts = 5;
 constexpr int kAtOnce = 4; // logits that a thread asks for side by side
 constexpr int kAllTies = 0x7FFFFFFF;
+constexpr int kListed = 64; // the largest top-k whose rows become short lists
 enum { kSample = 0, kDraft = 1, kAccept = 2, kResidual = 3 }; // what a random number is for
 
 // What each lane asked for. FP64 [lanes]: temperature, top_p, min_p; FP32: repetition, presence, frequency.
@@ -36,7 +37,17 @@ struct Rows {
     int *ties;               // [rows]: how many equal to it are inside
     int *slice_equal;        // [rows, kSlices]: values equal to the cut
     double *slice_mass;      // [rows, kSlices]: mass inside the cut
+    int *list_ids;           // [rows, kListed]: what a short list holds, ids ascending
+    double *list_weights;    // [rows, kListed]
+    double *list_sums;       // [rows, kListed]: running sums of the weights
+    int *list_size;          // [rows]
 };
+
+// Whether a lane's rows become short lists, which nothing but its own top-k says; `most`: kListed, or 0 where there are none.
+__device__ __forceinline__ bool is_listed(const Wishes &wishes, int lane, int most) {
+    const int top_k = most ? read(wishes.top_k + lane) : 0;
+    return top_k > 0 && top_k <= most && read(wishes.temperature + lane) > 0;
+}
 
 // What a lane's penalties make of the logits of a row, whose token would follow the `drafts` that stand before it.
 struct Penalties {
@@ -166,58 +177,84 @@ struct View {
     unsigned cut;
     int ties, vocabulary;
 
-    // Weight of an id; `rank` counts the ids before it that equal the cut.
-    __device__ double at(float value, int rank) const {
+    __device__ __forceinline__ bool inside(float value, int rank) const { // rank: ids before it that equal the cut
         const unsigned key = ascending(value);
-        if (key < cut || (key == cut && rank >= ties)) {
-            return 0.0;
-        }
-        const double w = weight(value, peak, temperature);
+        return key > cut || (key == cut && rank < ties);
+    }
+    __device__ __forceinline__ double at(float value, int rank) const {
+        const double w = inside(value, rank) ? weight(value, peak, temperature) : 0.0;
         return w >= min_p ? w : 0.0;
+    }
+    // Weights of kAtOnce ids of a slice, kThreads apart from `id` on: 0 outside of the cut and behind `end`. `rank` counts
+    // the slice's ids before them that equal the cut. All threads call it together.
+    __device__ __forceinline__ void weigh(double (&weights)[kAtOnce], const float (&values)[kAtOnce], int id, int end,
+                                          int &rank, int *scratch) const {
+        bool kept[kAtOnce], any = false;
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const bool there = id + n * kThreads < end;
+            int own = 0;
+            if (ties != kAllTies) {
+                int all;
+                own = rank + rank_in_block(there && ascending(values[n]) == cut, scratch, all);
+                rank += all;
+            }
+            kept[n] = there && inside(values[n], own);
+            any |= kept[n];
+            weights[n] = 0.0;
+        }
+        if (any) { // side by side: one's steps wait for one another
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                const double w = weight(values[n], peak, temperature);
+                weights[n] = kept[n] && w >= min_p ? w : 0.0;
+            }
+        }
+    }
+    __device__ __forceinline__ void load(float (&values)[kAtOnce], int id, int end) const {
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            values[n] = id + n * kThreads < end ? read(logits + id + n * kThreads) : 0.0f;
+        }
     }
 };
 
-// Nothing was cut: cut 0 and all ties. Sums the masses of the slices if `summed`. Whole warps call it.
+// Where nothing was cut: cut 0 and all ties. Sums the masses of the slices if `summed`. Whole warps call it.
 __device__ __forceinline__ View view_of(const Rows &rows, const Wishes &wishes, int row, int lane, int vocabulary,
-                                        bool selected, bool summed) {
+                                        bool summed) {
     View view;
     int best;
     view.logits = rows.logits + static_cast<size_t>(row) * vocabulary;
     view.temperature = read(wishes.temperature + lane);
     view.min_p = read(wishes.min_p + lane);
     view.peak = row_peak(rows, row, best);
-    view.cut = selected ? read(rows.cut + row) : 0;
-    view.ties = selected ? read(rows.ties + row) : kAllTies;
+    view.cut = read(rows.cut + row);
+    view.ties = read(rows.ties + row);
     view.vocabulary = vocabulary;
     view.total = summed ? warp_total(read(rows.slice_mass + row * kSlices + threadIdx.x % 32)) : 0.0;
     return view;
 }
 
-// Walks a slice in the order of ids, kThreads at a time: `visit(id, weight)` with weight 0 behind the end. All threads
+// Walks a slice in the order of ids: `visit(id, weights)` of kAtOnce ids, kThreads apart, until it returns true. All threads
 // call it together.
 template <class Visit>
 __device__ __forceinline__ void walk(const View &view, int begin, int end, int rank, int *scratch, Visit visit) {
-    for (int first = begin; first < end; first += kAtOnce * kThreads) {
+    for (int id = begin + threadIdx.x; id - static_cast<int>(threadIdx.x) < end; id += kAtOnce * kThreads) {
         float values[kAtOnce];
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-            const int id = first + n * kThreads + threadIdx.x;
-            values[n] = id < end ? read(view.logits + id) : 0.0f;
-        }
-        for (int n = 0; n < kAtOnce && first + n * kThreads < end; ++n) {
-            const int id = first + n * kThreads + threadIdx.x;
-            const float value = n == 0 ? values[0] : n == 1 ? values[1] : n == 2 ? values[2] : values[3];
-            int own = 0;
-            if (view.ties != kAllTies) {
-                int all;
-                own = rank + rank_in_block(id < end && ascending(value) == view.cut, scratch, all);
-                rank += all;
-            }
-            if (visit(id, id < end ? view.at(value, own) : 0.0)) {
-                return;
-            }
+        double weights[kAtOnce];
+        view.load(values, id, end);
+        view.weigh(weights, values, id, end, rank, scratch);
+        if (visit(id, weights)) {
+            return;
         }
     }
+}
+__device__ __forceinline__ double added(double sum, const double (&values)[kAtOnce]) {
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+        sum += values[n];
+    }
+    return sum;
 }
 
 __device__ __forceinline__ int rank_before(const Rows &rows, const View &view, int row, int slice) {

@@ -1,5 +1,5 @@
 // From distributions (sampling.cu) to tokens: which drafts stand, what remains where one was refused, and the draw.
-#include "sampling.cuh"
+#include "short_lists.cuh"
 
 // Probability of an id under a view whose total is known; all threads call it.
 __device__ __forceinline__ double probability(const Rows &rows, const View &view, int row, int id, double *scratch) {
@@ -33,36 +33,56 @@ __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long
     return static_cast<double>(static_cast<unsigned long long>(c0) << 21 | c1 >> 11) * 0x1p-53;
 }
 
-// Sequence s of lane lanes_of[s] has rows firsts[s] .. + counts[s] - 1 and counts[s] - 1 drafts: drafted by row, in
-// `drafts` [rows] (the last row's unused); sources [rows]: the draft's own row of `draft_rows`, -1: it was certain;
-// chances FP64 [rows]: its probability there. positions [sequences]: of the first row's token. Decides how many drafts
-// stand: verdict [sequences, 4] = accepted, row that the last token comes from, what to draw (0 nothing, 1 its
-// distribution, 2 the rest of it), token (greedy) or -1; a row that is not finite: accepted -1. forced: [lanes], or null: how
-// many drafts stand whatever the logits say, -1: as they say; the best id follows. Grid: (sequences).
-extern "C" __global__ void __launch_bounds__(kThreads)
-    sampling_judge(const int *sequence_lanes, const int *firsts, const int *counts, const long long *positions,
-                   const int *drafts, const int *sources, const double *chances, const int *forced,
-                   const long long *seeds, Wishes wishes, Rows rows, int vocabulary, int selected, int *verdict) {
-    __shared__ double scratch[kWarps];
-    const int sequence = blockIdx.x, lane = read(sequence_lanes + sequence);
-    if (lane < 0) {
-        return;
-    }
-    const int first = read(firsts + sequence), count = read(counts + sequence);
-    const unsigned long long seed = read(seeds + lane), position = read(positions + sequence);
-    const int standing = forced ? min(read(forced + lane), count - 1) : -1;
-    const bool greedy = standing >= 0 || read(wishes.temperature + lane) <= 0;
-    int accepted = 0, kind = greedy ? 0 : 1, token = -1;
-    bool finite = true;
-    for (int row = first; row < first + count; ++row) {
+// Sequence s of lane lanes[s] has rows firsts[s] .. + counts[s] - 1 and counts[s] - 1 drafts: by row, in `drafts` [rows]
+// (the last row's unused); sources [rows]: the draft's own row of `draft_rows`, -1: it was certain; chances FP64 [rows]: its
+// probability there. positions: of the first row's token. forced [lanes], or null: how many drafts stand whatever the
+// logits say, -1: as they say; the best id follows.
+struct Sequences {
+    const int *lanes, *firsts, *counts;
+    const long long *positions;
+    const int *drafts, *sources;
+    const double *chances;
+    const int *forced;
+    const long long *seeds;
+};
+
+// How many drafts stand (-1: a row is not finite), the row that the last token comes from, what to draw (0 nothing, 1 its
+// distribution, 2 the rest of it), and the token of a greedy lane, or -1.
+struct Verdict {
+    int accepted, row, kind, token;
+};
+
+// All threads call it; kWhole false: every lane that draws is listed.
+template <bool kWhole>
+__device__ __forceinline__ Verdict judged(const Sequences &all, int sequence, int lane, const Wishes &wishes, const Rows &rows,
+                                          int vocabulary, int listed) {
+    static_assert(kMaxDrafts < kWarps, "a row a warp");
+    __shared__ double scratch[kWarps], targets[kWarps];
+    __shared__ int bests[kWarps];
+    const int first = read(all.firsts + sequence), count = read(all.counts + sequence), warp = threadIdx.x / 32;
+    const unsigned long long seed = read(all.seeds + lane), position = read(all.positions + sequence);
+    const int standing = all.forced ? min(read(all.forced + lane), count - 1) : -1;
+    const bool greedy = standing >= 0 || read(wishes.temperature + lane) <= 0, by_list = is_listed(wishes, lane, listed);
+    if (warp < count) {
         int best;
-        row_peak(rows, row, best);
-        finite &= best >= 0;
+        row_peak(rows, first + warp, best);
+        const bool wanted = by_list && !greedy && warp + 1 < count;
+        const double target = wanted ? List(rows, first + warp).probability(read(all.drafts + first + warp)) : 0.0;
+        if (threadIdx.x % 32 == 0) {
+            bests[warp] = best;
+            targets[warp] = target;
+        }
     }
+    __syncthreads();
+    bool finite = true;
+    for (int index = 0; index < count; ++index) {
+        finite &= bests[index] >= 0;
+    }
+    int accepted = 0, kind = greedy ? 0 : 1, token = -1;
     for (int index = 0; finite && index < count; ++index) {
-        const int row = first + index, draft = index + 1 < count ? read(drafts + row) : -1;
+        const int row = first + index, draft = index + 1 < count ? read(all.drafts + row) : -1;
         if (greedy) {
-            row_peak(rows, row, token);
+            token = bests[index];
             if (standing >= 0 ? index == standing : token != draft) {
                 break;
             }
@@ -70,9 +90,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             if (index + 1 == count) {
                 break;
             }
-            const View view = view_of(rows, wishes, row, lane, vocabulary, selected, true);
-            const double chance = read(sources + row) < 0 ? 1.0 : read(chances + row);
-            const double target = draft >= 0 && draft < vocabulary ? probability(rows, view, row, draft, scratch) : 0.0;
+            double target = targets[index];
+            if (kWhole && !by_list) {
+                const View view = view_of(rows, wishes, row, lane, vocabulary, true);
+                target = draft >= 0 && draft < vocabulary ? probability(rows, view, row, draft, scratch) : 0.0;
+            }
+            const double chance = read(all.sources + row) < 0 ? 1.0 : read(all.chances + row);
             if (!(uniform(seed, position + index, kAccept) * chance < target)) {
                 kind = 2;
                 break;
@@ -80,12 +103,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
         ++accepted;
     }
-    if (threadIdx.x == 0) {
-        write(verdict + sequence * 4, finite ? accepted : -1);
-        write(verdict + sequence * 4 + 1, first + accepted);
-        write(verdict + sequence * 4 + 2, finite ? kind : 0);
-        write(verdict + sequence * 4 + 3, finite ? token : -1);
-    }
+    Verdict found;
+    found.accepted = finite ? accepted : -1;
+    found.row = finite ? first + accepted : first;
+    found.kind = finite ? kind : 0;
+    found.token = finite ? token : -1;
+    return found;
 }
 
 // What remains of a target after its draft was refused, id by id.
@@ -103,53 +126,63 @@ struct Rest {
 
 template <class Visit>
 __device__ __forceinline__ void walk_rest(const Rest &rest, int begin, int end, int rank, int source_rank, int *scratch, Visit visit) {
-    for (int first = begin; first < end; first += kThreads) {
-        const int id = first + threadIdx.x;
-        const auto weigh = [&](const View &view, int &base) {
-            const float value = id < end ? read(view.logits + id) : 0.0f;
-            int own = 0;
-            if (view.ties != kAllTies) {
-                int all;
-                own = base + rank_in_block(id < end && ascending(value) == view.cut, scratch, all);
-                base += all;
-            }
-            return id < end ? view.at(value, own) : 0.0;
-        };
-        const double target_weight = weigh(rest.target, rank);
-        const double source_weight = rest.has_source ? weigh(rest.source, source_rank) : 0.0;
-        if (visit(id, id < end ? rest.at(id, target_weight, source_weight) : 0.0)) {
+    for (int id = begin + threadIdx.x; id - static_cast<int>(threadIdx.x) < end; id += kAtOnce * kThreads) {
+        float values[kAtOnce], source_values[kAtOnce] = {};
+        double weights[kAtOnce], source_weights[kAtOnce] = {};
+        rest.target.load(values, id, end);
+        if (rest.has_source) {
+            rest.source.load(source_values, id, end);
+            rest.source.weigh(source_weights, source_values, id, end, source_rank, scratch);
+        }
+        rest.target.weigh(weights, values, id, end, rank, scratch);
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            weights[n] = id + n * kThreads < end ? rest.at(id + n * kThreads, weights[n], source_weights[n]) : 0.0;
+        }
+        if (visit(id, weights)) {
             return;
         }
     }
 }
 
 __device__ __forceinline__ Rest rest_of(const Rows &rows, const Rows &draft_rows, const Wishes &wishes, int row, int lane,
-                                        int source, int draft, int vocabulary, bool selected) {
+                                        int source, int draft, int vocabulary) {
     Rest rest;
-    rest.target = view_of(rows, wishes, row, lane, vocabulary, selected, true);
+    rest.target = view_of(rows, wishes, row, lane, vocabulary, true);
     rest.has_source = source >= 0;
-    rest.source = rest.has_source ? view_of(draft_rows, wishes, source, lane, vocabulary, selected, true) : rest.target;
+    rest.source = rest.has_source ? view_of(draft_rows, wishes, source, lane, vocabulary, true) : rest.target;
     rest.certain = draft;
     return rest;
 }
 
-// The mass of the rest, a slice; FP64 [sequences, kSlices]. Grid: (kSlices, sequences).
-extern "C" __global__ void __launch_bounds__(kThreads)
-    sampling_rest(const int *sequence_lanes, const int *drafts, const int *sources, Wishes wishes, Rows rows,
-                  Rows draft_rows, int vocabulary, int selected, const int *verdict, double *rest_mass) {
+// Judges, and takes the mass of the rest, a slice: rest_mass FP64 [sequences, kSlices], where a whole row's draft was refused.
+// verdict: [sequences, 4], see Verdict. Grid: (kSlices, sequences).
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sampling_rest(Sequences all, Wishes wishes, Rows rows, Rows draft_rows, int vocabulary, int listed, int *verdict,
+                  double *rest_mass) {
     __shared__ double scratch[kWarps];
     __shared__ int ranks[kWarps];
-    const int sequence = blockIdx.y, slice = blockIdx.x, lane = read(sequence_lanes + sequence);
-    if (lane < 0 || read(verdict + sequence * 4 + 2) != 2) {
+    const int sequence = blockIdx.y, slice = blockIdx.x, lane = read(all.lanes + sequence);
+    if (lane < 0) {
         return;
     }
-    const int row = read(verdict + sequence * 4 + 1), source = read(sources + row);
-    const Rest rest = rest_of(rows, draft_rows, wishes, row, lane, source, read(drafts + row), vocabulary, selected);
+    const Verdict found = judged<true>(all, sequence, lane, wishes, rows, vocabulary, listed);
+    if (slice == 0 && threadIdx.x == 0) {
+        write(verdict + sequence * 4, found.accepted);
+        write(verdict + sequence * 4 + 1, found.row);
+        write(verdict + sequence * 4 + 2, found.kind);
+        write(verdict + sequence * 4 + 3, found.token);
+    }
+    if (found.kind != 2 || is_listed(wishes, lane, listed)) {
+        return;
+    }
+    const int row = found.row, source = read(all.sources + row);
+    const Rest rest = rest_of(rows, draft_rows, wishes, row, lane, source, read(all.drafts + row), vocabulary);
     const int size = (vocabulary + kSlices - 1) / kSlices, begin = slice * size, end = min(vocabulary, begin + size);
     const int source_rank = rest.has_source ? rank_before(draft_rows, rest.source, source, slice) : 0;
     double mass = 0;
-    walk_rest(rest, begin, end, rank_before(rows, rest.target, row, slice), source_rank, ranks, [&](int, double w) {
-        mass += w;
+    walk_rest(rest, begin, end, rank_before(rows, rest.target, row, slice), source_rank, ranks, [&](int, const double (&weights)[kAtOnce]) {
+        mass = added(mass, weights);
         return false;
     });
     mass = block_total(mass, scratch);
@@ -158,67 +191,147 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// The first id of a block of kThreads consecutive ones whose running sum, from `running` on, exceeds `goal`; -1: none,
-// and `running` moves on. All threads call it; values behind one another are added in the order of the ids' warps.
-__device__ __forceinline__ int crossing(int id, double value, double goal, double &running, double *sums, int *found) {
+// The first of kAtOnce * kThreads consecutive ids whose running sum, from `running` on, exceeds `goal`; -1: none, and
+// `running` moves on. `id`: of the thread's first value; the others are kThreads apart. Values behind one another are added in
+// the order of the ids' warps. sums, found: [kAtOnce * kWarps] of shared memory. All threads call it.
+__device__ __forceinline__ int crossing(int id, const double (&values)[kAtOnce], double goal, double &running, double *sums,
+                                        int *found) {
+    static_assert(kAtOnce * kWarps == 32, "a place a lane");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    double upto = value;
+    double upto[kAtOnce];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const double other = __shfl_up_sync(kAll, upto, step);
-        upto += lane >= step ? other : 0.0;
-    }
-    __syncthreads();
-    if (lane == 31) {
-        sums[warp] = upto;
-    }
-    if (threadIdx.x < kWarps) {
-        found[threadIdx.x] = -1;
-    }
-    __syncthreads();
-    double before = running;
-    for (int other = 0; other < warp; ++other) {
-        before += sums[other];
-    }
-    const unsigned over = __ballot_sync(kAll, value > 0 && before + upto > goal);
-    if (over && lane == 0) {
-        found[warp] = id + __ffs(over) - 1;
-    }
-    for (int other = 0; other < kWarps; ++other) {
-        running += sums[other];
-    }
-    __syncthreads();
-    for (int other = 0; other < kWarps; ++other) {
-        if (found[other] >= 0) {
-            return found[other];
+    for (int n = 0; n < kAtOnce; ++n) {
+        upto[n] = values[n];
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const double other = __shfl_up_sync(kAll, upto[n], step);
+            upto[n] += lane >= step ? other : 0.0;
         }
     }
-    return -1;
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+        if (lane == 31) {
+            sums[n * kWarps + warp] = upto[n];
+        }
+    }
+    __syncthreads();
+    double befores[kAtOnce];
+#pragma unroll
+    for (int place = 0; place < kAtOnce * kWarps; ++place) {
+        befores[place / kWarps] = place % kWarps == warp ? running : befores[place / kWarps];
+        running += sums[place];
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+        const unsigned over = __ballot_sync(kAll, values[n] > 0 && befores[n] + upto[n] > goal);
+        if (lane == 0) {
+            found[n * kWarps + warp] = over ? id + n * kThreads + __ffs(over) - 1 : -1;
+        }
+    }
+    __syncthreads();
+    const int own = found[lane];
+    const unsigned any = __ballot_sync(kAll, own >= 0);
+    return any ? __shfl_sync(kAll, own, __ffs(any) - 1) : -1;
 }
 
-// Draws what the verdict asks for. tokens: [sequences, kMaxDrafts + 1], the drafts that stand, then the new one, then
-// -1; produced: [sequences], their count, 0 if the logits were not finite; chance: FP64 [sequences], the new token's
+// Where a sequence's tokens go. tokens: [sequences, kMaxDrafts + 1], the drafts that stand, then the new one, then -1;
+// produced: [sequences], their count, 0 if the logits were not finite; chance: FP64 [sequences], the new token's
 // probability (1: greedy); accepted, turns: [lanes] as the delta rule keeps them, or null; seen and answer_counts gain the
-// tokens if `counted`. Grid: (sequences).
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    sampling_draw(const int *sequence_lanes, const long long *positions, const int *drafts, const int *firsts,
-                  const int *sources, const long long *seeds, Wishes wishes, Rows rows, Rows draft_rows, int vocabulary,
-                  int selected, int purpose, const int *verdict, const double *rest_mass, int *tokens, int *produced,
-                  double *chance, int *accepted_of, int *turns, unsigned char *seen, float *answer_counts, int counted) {
-    __shared__ double sums[kWarps], slice_masses[kSlices];
-    __shared__ int ranks[kWarps], found[kWarps];
-    const int sequence = blockIdx.x, lane = read(sequence_lanes + sequence);
+// tokens if `counted`.
+struct Answers {
+    int *tokens, *produced;
+    double *chance;
+    int *accepted, *turns;
+    unsigned char *seen;
+    float *answer_counts;
+};
+
+__device__ __forceinline__ void conclude(const Answers &out, const Sequences &all, int sequence, int lane, int vocabulary,
+                                         int accepted, int token, double likely, int counted) {
+    if (threadIdx.x != 0) {
+        return;
+    }
+    int *own_tokens = out.tokens + sequence * (kMaxDrafts + 1);
+    const int first = read(all.firsts + sequence);
+    for (int index = 0; index <= kMaxDrafts; ++index) {
+        const int id = index < accepted ? read(all.drafts + first + index) : index == accepted ? token : -1;
+        write(own_tokens + index, id);
+        if (counted && id >= 0 && id < vocabulary) {
+            const size_t own = static_cast<size_t>(lane) * vocabulary + id;
+            write(out.seen + own, static_cast<unsigned char>(1));
+            write(out.answer_counts + own, read(out.answer_counts + own) + 1.0f);
+        }
+    }
+    write(out.produced + sequence, accepted + 1);
+    write(out.chance + sequence, likely);
+    if (out.accepted) {
+        write(out.accepted + lane, accepted + 1);
+        write(out.turns + lane, read(out.turns + lane) ^ 1);
+    }
+}
+
+__device__ __forceinline__ double random_of(const Sequences &all, int sequence, int lane, const Verdict &verdict, int purpose) {
+    const unsigned long long seed = read(all.seeds + lane), position = read(all.positions + sequence) + verdict.accepted;
+    return uniform(seed, position, verdict.kind == 2 ? static_cast<unsigned>(kResidual) : purpose);
+}
+
+// The token of a lane whose rows are short lists, and its probability.
+__device__ __forceinline__ int drawn_from_lists(const Sequences &all, const Rows &rows, const Rows &draft_rows,
+                                                const Verdict &verdict, double random, double &likely) {
+    __shared__ double rest[kListed];
+    const List target(rows, verdict.row);
+    int token = -1;
+    if (verdict.kind == 2) {
+        const int source = read(all.sources + verdict.row);
+        const int draft = read(all.drafts + verdict.row);
+        token = source < 0 ? drawn_from_rest(target, Certain{draft}, random, rest)
+                           : drawn_from_rest(target, List(draft_rows, source), random, rest);
+    }
+    token = token < 0 ? drawn_from(target, random) : token; // equal distributions refuse nothing: only rounding leads here
+    likely = target.probability(token);
+    return token;
+}
+
+// A round whose lanes are greedy or listed, judged and drawn in one. Grid: (sequences).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    sampling_settle(Sequences all, Wishes wishes, Rows rows, Rows draft_rows, int vocabulary, int listed, int purpose,
+                    Answers out, int counted) {
+    const int sequence = blockIdx.x, lane = read(all.lanes + sequence);
     if (lane < 0) {
         return;
     }
-    const int accepted = read(verdict + sequence * 4), row = read(verdict + sequence * 4 + 1);
-    int kind = read(verdict + sequence * 4 + 2), token = read(verdict + sequence * 4 + 3);
+    const Verdict verdict = judged<false>(all, sequence, lane, wishes, rows, vocabulary, listed);
+    int token = verdict.token;
     double likely = 1.0;
-    if (kind) {
-        const unsigned long long seed = read(seeds + lane), position = read(positions + sequence) + accepted;
-        const double random = uniform(seed, position, kind == 2 ? static_cast<unsigned>(kResidual) : purpose);
-        const Rest rest = rest_of(rows, draft_rows, wishes, row, lane, kind == 2 ? read(sources + row) : -1,
-                                  kind == 2 ? read(drafts + row) : -1, vocabulary, selected);
+    if (verdict.kind) {
+        const double random = random_of(all, sequence, lane, verdict, purpose);
+        token = drawn_from_lists(all, rows, draft_rows, verdict, random, likely);
+    }
+    conclude(out, all, sequence, lane, vocabulary, verdict.accepted, token, likely, counted);
+}
+
+// Draws what the verdict asks for. Grid: (sequences).
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sampling_draw(Sequences all, Wishes wishes, Rows rows, Rows draft_rows, int vocabulary, int listed, int purpose,
+                  const int *verdicts, const double *rest_mass, Answers out, int counted) {
+    __shared__ double sums[kAtOnce * kWarps], slice_masses[kSlices];
+    __shared__ int ranks[kWarps], found[kAtOnce * kWarps];
+    const int sequence = blockIdx.x, lane = read(all.lanes + sequence);
+    if (lane < 0) {
+        return;
+    }
+    const int *own_verdict = verdicts + sequence * 4;
+    const Verdict verdict = {read(own_verdict), read(own_verdict + 1), read(own_verdict + 2), read(own_verdict + 3)};
+    const int row = verdict.row;
+    int kind = verdict.kind, token = verdict.token;
+    double likely = 1.0;
+    const double random = kind ? random_of(all, sequence, lane, verdict, purpose) : 0.0;
+    if (kind && is_listed(wishes, lane, listed)) {
+        token = drawn_from_lists(all, rows, draft_rows, verdict, random, likely);
+    } else if (kind) {
+        const int source = kind == 2 ? read(all.sources + row) : -1;
+        const Rest rest = rest_of(rows, draft_rows, wishes, row, lane, source, kind == 2 ? read(all.drafts + row) : -1, vocabulary);
         const double *slices = kind == 2 ? rest_mass + sequence * kSlices : rows.slice_mass + row * kSlices;
         double total = warp_total(read(slices + threadIdx.x % 32));
         if (kind == 2 && !(total > 0)) { // equal distributions refuse nothing: only rounding leads here
@@ -244,13 +357,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         int highest = -1; // id with any mass, for a goal that rounding put at the very end
         const int begin = slice * size, end = min(vocabulary, begin + size);
         const int rank = rank_before(rows, rest.target, row, slice);
-        const auto look = [&](int id, double w) {
-            highest = w > 0 ? id : highest;
-            token = crossing(id - threadIdx.x % 32, w, goal, running, sums, found);
+        const auto look = [&](int id, const double (&weights)[kAtOnce]) {
+#pragma unroll
+            for (int n = 0; n < kAtOnce; ++n) {
+                highest = weights[n] > 0 ? id + n * kThreads : highest;
+            }
+            token = crossing(id - threadIdx.x % 32, weights, goal, running, sums, found);
             return token >= 0;
         };
         if (kind == 2) {
-            const int source_rank = rest.has_source ? rank_before(draft_rows, rest.source, read(sources + row), slice) : 0;
+            const int source_rank = rest.has_source ? rank_before(draft_rows, rest.source, source, slice) : 0;
             walk_rest(rest, begin, end, rank, source_rank, ranks, look);
         } else {
             walk(rest.target, begin, end, rank, ranks, look);
@@ -270,24 +386,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         likely = probability(rows, rest.target, row, max(token, 0), sums);
     }
-    if (threadIdx.x != 0) {
-        return;
-    }
-    int *out = tokens + sequence * (kMaxDrafts + 1);
-    const int first = read(firsts + sequence);
-    for (int index = 0; index <= kMaxDrafts; ++index) {
-        const int id = index < accepted ? read(drafts + first + index) : index == accepted ? token : -1;
-        write(out + index, id);
-        if (counted && id >= 0 && id < vocabulary) {
-            const size_t own = static_cast<size_t>(lane) * vocabulary + id;
-            write(seen + own, static_cast<unsigned char>(1));
-            write(answer_counts + own, read(answer_counts + own) + 1.0f);
-        }
-    }
-    write(produced + sequence, accepted + 1);
-    write(chance + sequence, likely);
-    if (accepted_of) {
-        write(accepted_of + lane, accepted + 1);
-        write(turns + lane, read(turns + lane) ^ 1);
-    }
+    conclude(out, all, sequence, lane, vocabulary, verdict.accepted, token, likely, counted);
 }

@@ -218,7 +218,7 @@ def test_a_round_has_the_launches_that_a_profile_counted() -> None:
     counts: dict[str, int] = {}
     for launch in ledger.launches:
         counts[launch.kernel] = counts.get(launch.kernel, 0) + 1
-    assert len(ledger.launches) == 597
+    assert len(ledger.launches) == 593
     assert counts["rms_norm"] == 144 and counts["delta_decode"] == counts["gated_rms_norm"] == 48
     assert counts["linear"] + counts["linears"] + counts["swiglu"] == 134 + 93 + 48
     assert counts["attention_int8"] == counts["qkv_rope_int8"] == counts["attention_merge"] == 19
@@ -248,11 +248,11 @@ def test_a_forecast_adds_up_what_was_measured(tmp_path: Path, capsys: pytest.Cap
         total = found.families["linear"][2] + found.families["head"][2]
         assert total == pytest.approx(sum(1e-6 + launch.moved / 1e12 for launch in linears))
         within = sum(bool(launch.within) for launch in ledger.launches)
-        assert coverage(ledger.launches, card.exact) == (len(own) + within, 597) == (597, 597)
+        assert coverage(ledger.launches, card.exact) == (len(own) + within, 593) == (593, 593)
     command = ["predict", "qwen3.8-27b", "--card", "h200", "--drafts", "3", "--context", "8192"]
     assert main([*command, "--launches", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "of 597 launches were measured" in out and "measured on NVIDIA H200, memory at" in out
+    assert "of 593 launches were measured" in out and "measured on NVIDIA H200, memory at" in out
 
 
 def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,9 +264,7 @@ def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest
     card = load_card("h200").with_launches([LaunchTimes(MACHINE, [], launches, chains, 7e-6)])
     found = forecast(ledger, card, Setting(link="measured"))
     calls = sum(not launch.within for launch in ledger.launches)
-    assert calls == 735 - 19 - 8 - (
-        134 - 4
-    )  # merges, two of three samplers a draw, norms behind a sum but for last ones
+    assert calls == 731 - 19 - 4 - (134 - 4)  # merges, one of two samplers a draw, norms behind a sum but for last ones
     assert found.seconds == pytest.approx(calls * 4e-6 + 7e-6)
     assert found.families["gaps"][2] == pytest.approx(calls * 1e-6) and found.families["replay"][2] == 7e-6
     path = tmp_path / "two.json"
@@ -276,7 +274,7 @@ def test_gaps_and_exchanges_are_what_was_measured(tmp_path: Path, capsys: pytest
     assert main([*command, "--launches", str(path)]) == 0
     out = capsys.readouterr().out
     assert (
-        "735 of 735 launches were measured" in out
+        "731 of 731 launches were measured" in out
         and "link measured" in out
         and f"{found.seconds * 1e3:.2f} ms a round" in out
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....kernels.candidates import CANDIDATES
 from ....kernels.round import REPORT
-from ....kernels.sampling_state import Cuts
+from ....kernels.sampling_state import LISTED, Cuts
 from ..lane import Lane
 from ..pages import PAGE
 from .graphs import Graphs
@@ -116,7 +116,7 @@ class Flights:
     def shapes(self, sequences: int, *, every_depth: bool) -> list[Shape]:
         """Those that most answers need: with the usual cuts and without any, at every depth or the least."""
         buckets = [*(bound for bound in BUCKETS if bound < self._most), self._most]
-        cuts = (Cuts(False, False, True), Cuts(True, True))
+        cuts = (Cuts(False, False, greedy=True), Cuts(listed=True))
         chosen = buckets if every_depth else buckets[:1]
         shape = Shape(sequences, self._drafts, self._most, cuts[0], False, self.window, self._model.splits)
         return [replace(shape, positions=bucket, cuts=cut) for bucket in chosen for cut in cuts]
@@ -177,9 +177,11 @@ class Flights:
 
 
 def cuts_of(lanes: list[Lane]) -> Cuts:
-    """What some of the lanes ask for."""
+    """What some of the lanes ask for. Of short lists there is one kind: top-p is theirs to ask for or not."""
     wishes = [lane.request.sampling for lane in lanes]
     drawing = [wish for wish in wishes if wish.temperature > 0]
+    if drawing and all(0 < wish.top_k <= LISTED for wish in drawing):
+        return Cuts(listed=True)
     top_k, top_p = any(wish.top_k for wish in drawing), any(wish.top_p < 1 for wish in drawing)
     return Cuts(top_k, top_p, not drawing)
 

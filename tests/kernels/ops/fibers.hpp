@@ -117,6 +117,7 @@ extern "C" int prefetched(uint64_t *found, int most) {
     return static_cast<int>(asked.size());
 }
 
+inline int atomicAdd(int *shared, int value) { return std::exchange(*shared, *shared + value); } // of shared memory
 inline void add(int *address, int value) { write(address, read(address) + value); }
 
 inline void arrive(Barrier &barrier) {

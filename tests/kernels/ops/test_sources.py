@@ -27,7 +27,7 @@ SOURCES = (
     "round",
     "sampling",
 )
-SOURCES += ("candidates", "speculation", "staging")
+SOURCES += ("candidates", "short_lists", "speculation", "staging")
 
 
 @pytest.mark.parametrize("source", [f"{name}.cu" for name in SOURCES])
