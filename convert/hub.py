@@ -191,6 +191,10 @@ def _ask(call: Callable[[], Answer], what: str, patience: Patience) -> Answer:
             raise EnvironmentFault(f"{what}: the environment's proxy cannot be used: {error}") from error
         except HFValidationError as error:
             raise InputError(f"{what}: not a repository name ({str(error).splitlines()[0]})") from error
+        except UnicodeEncodeError as error:  # what goes into the request's head
+            raise InputError(
+                f"{what}: the token holds a character that is not ASCII; set HF_TOKEN anew or run `hf auth login`."
+            ) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{what}: the server's answer is not a model hub's ({type(error).__name__}).") from error
 

@@ -104,7 +104,7 @@ def _line(scope: Scope, entry: Entry, content: bool) -> str:
     facts: dict[str, Any] = {
         "time": entry.arrived.isoformat(timespec="microseconds"),
         "number": entry.number,
-        "client": f"{client[0]}:{client[1]}" if client else None,
+        "client": _address(*client) if client else None,
         "method": scope["method"],
         "path": scope["path"],
         "status": entry.status,
@@ -118,6 +118,10 @@ def _line(scope: Scope, entry: Entry, content: bool) -> str:
     if content:
         facts |= {"request": _content(entry.body), "response": _content(entry.reply)}
     return _spell(facts).decode()
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _content(raw: bytearray) -> Any:

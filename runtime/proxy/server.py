@@ -131,7 +131,7 @@ class _Server:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(FileShortage())
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _stopping_signals():
             loop.add_signal_handler(number, self._on_signal)
         http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         ranks = asyncio.create_task(self._supervisor.run())
@@ -201,6 +201,12 @@ class _Server:
     def _say(self, text: str) -> None:
         if not self._plan.options.quiet:
             print(f"duovolt serve: {text}", file=sys.stderr, flush=True)
+
+
+def _stopping_signals() -> list[signal.Signals]:
+    """A terminal that closes (SIGHUP) ends a server as Ctrl-C does, unless its owner said otherwise (`nohup`)."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 def _listen(host: str, port: int) -> socket.socket:

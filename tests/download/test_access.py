@@ -46,6 +46,13 @@ def test_gated_repository_says_what_to_do(hub, repo, tmp_path, monkeypatch, toke
     assert not (tmp_path / "dst").exists()
 
 
+def test_a_token_that_no_request_can_carry_is_told(hub, repo, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_é")
+    with pytest.raises(InputError, match="the token holds a character that is not ASCII; set HF_TOKEN anew") as caught:
+        download(REPO, tmp_path / "dst", endpoint=hub.url)
+    assert "hf_" not in str(caught.value) and not hub.log and not (tmp_path / "dst").exists()
+
+
 @pytest.mark.parametrize("code", [401, 403])
 def test_gate_that_closes_at_the_files(hub, repo, tmp_path, code):
     hub.faults.append(Fault("status", SHARD, code, times=None, server="hub"))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -59,6 +63,28 @@ def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
     variables = [pair for word, rest in instructions() if word == "ENV" for pair in shlex.split(rest)]
     named = {name for name, _, _ in (pair.partition("=") for pair in variables) if name.startswith("DUOVOLT_")}
     assert named - {"DUOVOLT_RANKS"} <= {option.variable for option in OPTIONS.values()}
+
+
+def test_the_image_asks_itself_how_it_is_whatever_proxy_its_host_gives_it() -> None:
+    """Docker hands the proxies of `~/.docker/config.json` to every container."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health/live" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    check = json.loads(dict(instructions())["HEALTHCHECK"].partition("CMD ")[2])
+    proxies = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": ""}
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        for word, code in ((str(server.server_address[1]), 0), (f"{server.server_address[1]}/elsewhere", 1)):
+            command = [sys.executable, "-c", check[2].replace(":8000", f":{word}")]
+            done = subprocess.run(command, env=os.environ | proxies, capture_output=True, timeout=30)
+            assert done.returncode == code
+        server.shutdown()
 
 
 def test_the_example_configuration_is_taken_whole_also_with_its_comments() -> None:

@@ -27,6 +27,8 @@ from duovolt.runtime.messages import CancelRequest, GenerateRequest, SamplingPar
 from duovolt.runtime.proxy.hub import Hub
 from duovolt.runtime.proxy.key import KeyRing, read_keys
 from duovolt.runtime.proxy.log_file import LogFile
+from duovolt.runtime.proxy.request_log import Entry
+from duovolt.runtime.proxy.request_log import _line as request_line
 
 from .conftest import Server, running
 from .stub_model import blocks, ids, make_ranks, write_script
@@ -221,6 +223,12 @@ def test_a_ring_without_keys_admits_everyone_and_every_key_is_compared(
     (tmp_path / "keys").write_text("a\nb\x00c")
     with pytest.raises(InputError, match="key 2 holds a character"):
         read_keys(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("host, said", [("::1", "[::1]:5"), ("127.0.0.1", "127.0.0.1:5")])
+def test_a_line_of_the_log_tells_address_from_port(host: str, said: str) -> None:
+    scope = {"type": "http", "client": (host, 5), "method": "GET", "path": "/"}
+    assert json.loads(request_line(scope, Entry(1), False))["client"] == said
 
 
 def test_only_named_origins_may_read_answers(server: Server) -> None:

@@ -239,7 +239,7 @@ def test_a_live_servers_memory_is_left_alone(start_server: Start, tmp_path: Path
         mine.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_idle_server_is_gone_within_two_seconds(start_server: Start, tmp_path: Path, number: signal.Signals) -> None:
     server = start_server(*setup(tmp_path, QUICK))
     client = server.client()
@@ -250,6 +250,29 @@ def test_an_idle_server_is_gone_within_two_seconds(start_server: Start, tmp_path
     assert leftovers(server.pid) == []
     assert "Traceback" not in server.log
     client.close()
+
+
+def test_a_terminal_that_closes_breaks_no_answer_off_without_a_word(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(*setup(tmp_path, SLOW), "--drain-seconds", "20")
+    stream = Stream(server, max_tokens=60)
+    stream.wait_lines(server)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.wait_exit(15) == 0
+    stream.thread.join(5)
+    assert stream.lines[-1] == "data: [DONE]" and leftovers(server.pid) == []
+
+
+def test_a_server_that_its_owner_keeps_from_hangups_goes_on(tmp_path: Path) -> None:
+    server = Server([str(word) for word in setup(tmp_path, QUICK)], {}, before=["nohup"])
+    try:
+        server.wait_ready()
+        server.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        with server.client() as client:
+            assert client.post(CHAT, json={"messages": USER}).status_code == 200
+        assert server.seconds_to_end(signal.SIGTERM) < 2
+    finally:
+        server.kill()
 
 
 def test_a_server_that_still_loads_ends_as_fast(start_server: Start, tmp_path: Path) -> None:
