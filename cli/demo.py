@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..checkpoint.errors import DuovoltError, EnvironmentFault
 from ..convert.standin import HubStandIn
+from ..runtime.parallel.unwinding import unwound_by_signals
 from .layers import PREFIX
 from .reads import ALWAYS, Reads
 from .serve import server_options
@@ -148,7 +149,7 @@ def among_ourselves() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    with among_ourselves():
+    with among_ourselves(), unwound_by_signals():
         return _run(args)
 
 

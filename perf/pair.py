@@ -23,6 +23,7 @@ from ..runtime.parallel.owner import owner_is_dead
 from ..runtime.parallel.region import Region, region_bytes
 from ..runtime.parallel.shared import SharedFile
 from ..runtime.parallel.timing import Meet
+from ..runtime.parallel.unwinding import unwound_by_signals
 from ..runtime.parallel.ways import open_way
 
 MEETING_SECONDS = 600.0  # one rank may take longer to make its weights
@@ -73,7 +74,7 @@ def twin(words: Sequence[str]) -> Iterator[Partner]:
     Raises EnvironmentFault if the child fails, with its reason also where the block failed of that.
     """
     shared = SharedFile.create(region_bytes())
-    with tempfile.TemporaryFile() as errors:  # a pipe would have to be read all the while
+    with unwound_by_signals(), tempfile.TemporaryFile() as errors:  # a pipe would have to be read all the while
         command = [sys.executable, "-m", "duovolt", *words, "--twin", shared.name]
         child = subprocess.Popen(command, stderr=errors)
         try:

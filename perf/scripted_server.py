@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 from ..checkpoint.errors import EnvironmentFault
+from ..runtime.parallel.unwinding import unwound_by_signals
 from ..runtime.proxy.tokenizer import END_THINK, TextTokenizer
 
 _START_SECONDS = 60
@@ -39,7 +40,7 @@ class ScriptedServer:
 @contextlib.contextmanager
 def scripted_server(tokens: int, delay_ms: float, lanes: int, size: int) -> Iterator[ScriptedServer]:
     """Serve answers of `tokens` tokens of plain text, one a round. Raises EnvironmentFault if it will not start."""
-    with tempfile.TemporaryDirectory(prefix="duovolt-bench-") as folder:
+    with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="duovolt-bench-") as folder:
         ranks = _folders(Path(folder) / "ranks", size)
         tokenizer = TextTokenizer(ranks / f"rank-0-of-{size}")
         ids = _text(tokenizer, tokens)

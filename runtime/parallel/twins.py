@@ -13,9 +13,8 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from .mailbox import Mailbox
 from .owner import owner_is_dead
 from .region import Region, region_bytes
 from .shared import SharedFile, sweep_dead
+from .unwinding import unwound_by_signals
 from .waiting import MOST_A_LOOK
 
 TRUSTED, DISTRUSTED, TOGETHER = "trusted", "distrusted", "together"  # switches of the probe
@@ -54,21 +54,8 @@ def run_twins(
     `environment`: variables beside the present ones. SIGTERM meanwhile raises SystemExit, once nothing is left of them.
     Raises EnvironmentFault if the shared memory cannot be had.
     """
-    with _ended_in_order():
+    with unwound_by_signals():
         return _run(module, devices, arguments, seconds, environment or {})
-
-
-@contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Within it a process that SIGTERM would end at once, names of shared memory and all, unwinds instead."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _run(

@@ -126,3 +126,20 @@ def test_a_matrix_alone_has_the_bits_that_it_has_in_company(slicing_kernels, enc
     launch(slicing_kernels, x, weights[:1], [alone], FLOAT, blocks=2)
     launch(slicing_kernels, x, weights, company, FLOAT, blocks=2)
     assert same_bits(alone, company[0]) and alone.ne(-7).all()
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_units_between_whole_bands_have_the_bits_of_units_alone(slicing_kernels, encode, paired):
+    rng = np.random.default_rng(24)
+    rows = 5 * 32  # two whole bands each for two blocks, and units between them
+    weights = [encode("nvfp4", rng.standard_normal((rows, COLUMNS)).astype(np.float32) / 40).weight for _ in range(2)]
+    x = torch.from_numpy(rng.standard_normal((2, COLUMNS)).astype(np.float16))
+
+    def found(blocks: int, room: int = ROOM) -> torch.Tensor:
+        out = torch.full((2, rows), -7.0, dtype=torch.float16 if paired else torch.float32)
+        own = weights if paired else weights[:1]
+        launch(slicing_kernels, x, own, [out], SWIGLU if paired else FLOAT, blocks=blocks, room=room)
+        return out
+
+    alone = found(40)
+    assert same_bits(found(2), alone) and same_bits(found(2, 112_000), alone) and alone.ne(-7).all()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,25 @@ def test_demo_runs_every_stage_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert not mine
     again = run("demo", cwd=tmp_path)  # finds everything there, checks it, and asks again
     assert again.returncode == 0 and again.stdout.count("already there") == 3, again.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_demo_that_is_ended_takes_its_server_and_its_hub_along(tmp_path: Path, number: signal.Signals) -> None:
+    places = {"TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "duovolt", "demo", "--dir", "demo"]
+    for line in ("[2/6]", "ready on http"):  # the second runs on what the first has made
+        demo = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | places
+        )
+        assert demo.stdout is not None
+        while line not in (said := demo.stdout.readline()):
+            assert said, line
+        demo.send_signal(number)
+        demo.communicate(timeout=30)
+        assert demo.returncode in (128 + number, -number)
+        assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"serve\0demo/ranks" in _read(p)]
+        assert list((tmp_path / "temporary").glob("duovolt-*")) == []
 
 
 def abandoned() -> set[Path]:
