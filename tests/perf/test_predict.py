@@ -87,12 +87,12 @@ def test_a_launch_costs_a_constant_and_its_bytes() -> None:
     assert card.seconds(a_launch(100, "rms_norm", "small")) == pytest.approx(2.0e-6)
     h200 = load_card("h200")
     nvfp4 = a_launch(50e6, encodings=("nvfp4",), tokens=4, kernel="swiglu")
-    assert h200.seconds(nvfp4) == pytest.approx(50e6 / 3820e9 / 0.78, rel=0.01)
+    assert h200.seconds(nvfp4) == pytest.approx(50e6 / 3820e9 / 0.79, rel=0.01)
     for form, share in {"24/4": 0.65, "16/4": 0.72, "12/2": 0.65}.items():  # by rows of queries a kv head
         attention = a_launch(1e9, "attention_int8", "attention", tokens=4, form=form)
         assert h200.seconds(attention) == pytest.approx(1e9 / 4515e9 / share, rel=0.01)
     assert h200.seconds(a_launch(100, "rms_norm", "small")) == h200.small["rms_norm"] * 1e-6 > 0
-    slower = h200.with_shares({"swiglu.nvfp4": {1: 0.39}})
+    slower = h200.with_shares({"swiglu.nvfp4": {1: 0.395}})
     assert slower.seconds(nvfp4) == pytest.approx(2 * h200.seconds(nvfp4))
 
 
@@ -258,8 +258,8 @@ def test_forecasts_that_came_before_the_rounds(
     assert found[0] <= 0.03 and found[1] <= 0.05
 
 
-def test_the_h200s_card_file_is_of_the_kernels_that_were_measured_beside_it() -> None:
-    """A card file that kernels have left behind is not kept: by itself it must come near rounds of the same hour."""
+def test_the_h200s_card_file_by_itself_comes_near_rounds_of_an_hour_before() -> None:
+    """A card file that kernels have left behind by more than what the documents say is not kept."""
     card, errors = load_card("h200"), []
     for model, name in (("qwen3.8-27b", "27b-1"), ("qwen3.8-27b", "27b-1-lanes-2"), ("dense-9b", "9b-1")):
         for graphs in ("on", "serial"):
@@ -272,7 +272,7 @@ def test_the_h200s_card_file_is_of_the_kernels_that_were_measured_beside_it() ->
                 errors.append(found * 1e3 / row.ms - 1)
     assert len(errors) == 20
     median, worst = median_and_worst(errors)
-    assert median <= 0.036 and worst <= 0.067
+    assert (median, worst) == pytest.approx((0.020, 0.046), abs=5.1e-4)
 
 
 def test_what_a_card_cannot_hold_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
