@@ -16,6 +16,7 @@ from duovolt.runtime.engine.cuda import model
 from duovolt.runtime.grammar import GrammarFault
 from duovolt.runtime.messages import Grammar, ImageInput, SamplingParams
 from duovolt.runtime.parallel.device import CpuDeviceCollective
+from duovolt.runtime.parallel.region import ProgressCounter, Region, region_bytes
 from duovolt.tests.runtime.stub_model import ids, make_tokenizer
 
 from ..support.cuda_models import TEXT, Encoded, cuda_engine, cut_weights, mixture, reference_engine, with_draft_head
@@ -412,6 +413,21 @@ def test_overflows_are_said_once(tools, encoded, capsys):
     for total in (0, 3, 3, 2000, 2_000_000):
         executor._count(total)
     assert capsys.readouterr().err.count("did not fit fp16") == 2 and executor.overflows == 2_000_000
+
+
+def test_a_count_of_32_bits_goes_on_where_the_cards_begins_anew_and_never_back(encoded):
+    executor = cuda_engine(encoded.cuda()).executor
+    progress = ProgressCounter(Region(bytearray(region_bytes())), 0)
+    for card, total in (
+        (2**31 - 5, 2**31 - 5),
+        (-(2**31) + 10, 2**31 + 10),
+        (-3, 2**32 - 3),
+        (4, 2**32 + 4),
+        (1, 2**32 + 4),
+    ):
+        executor._count(card)
+        progress.tick(True, executor.overflows)
+        assert executor.overflows == total == progress.overflows
 
 
 def _overflows(tools, weights) -> int:

@@ -367,15 +367,20 @@ class CudaExecutor:
         return Outcome(tokens, reading.judged, len(reading.tokens) - 1, entries)
 
     def _count(self, overflows: int) -> None:
-        """Take over the count of values that fp16 could not hold, and say so when it begins and when it is large."""
+        """Take over the card's count, of 32 bits, of values that fp16 could not hold; say so when it begins and when it is large.
+
+        A round may be looked at behind a later one: what it has counted is known by then.
+        """
+        more = (overflows - self.overflows + (1 << 31)) % (1 << 32) - (1 << 31)
+        total = self.overflows + max(0, more)
         for bound in (1, 1_000_000):
-            if self.overflows < bound <= overflows:
+            if self.overflows < bound <= total:
                 print(
-                    f"duovolt rank: {overflows} values so far did not fit fp16 and were cut to 65504; answers may suffer.",
+                    f"duovolt rank: {total} values so far did not fit fp16 and were cut to 65504; answers may suffer.",
                     file=sys.stderr,
                     flush=True,
                 )
-        self.overflows = overflows
+        self.overflows = total
 
     def _known_end(self, lane: Lane, tokens: list[int]) -> list[int]:
         """What the device has taken: up to a stop id that it knows."""
