@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             before += weights[rank];
             ++rank;
         } while (rank < count && before < limit && weights[rank] > 0 && weights[rank] >= min_p);
-        kept_size = rank;
+        kept_size = min(rank, count); // of nothing but broken logits nothing comes
     }
     __syncthreads();
     const int size = kept_size, id = threadIdx.x < size ? id_of(ordered[threadIdx.x]) : 0;

@@ -200,6 +200,26 @@ def test_forced_drafts_and_broken_rows(device):
     assert got.produced.tolist() == [3, 0] and got.tokens[0, :3].tolist() == [11, 12, int(logits[2].argmax())]
 
 
+@pytest.mark.parametrize("sign, size", [(1.0, 1), (-1.0, 0)])
+def test_after_a_draft_of_broken_logits_the_target_alone_draws(device, sign, size):
+    """No list holds what memory happened to hold, which would differ from rank to rank: some are empty."""
+    vocabulary, wishes = 32 * 12, [{"top_k": 8, "temperature": 3.0}]
+    rng = np.random.default_rng(17)
+    broken = torch.full((1, vocabulary), float("nan")).copysign(torch.tensor(sign)).to(device)
+    first = Decision.of([0], [5], [[]], device)
+    drafted, _, held = decided(decide, broken, first, wishes, vocabulary=vocabulary, purpose=DRAFT, counted=False)
+    assert drafted.produced.tolist() == [0] and drafted.tokens[0, 0] == -1 and held.list_size.tolist() == [size]
+    logits = logits_of("normal", 2, rng, device, vocabulary)
+    judged = Decision.of([0], [6], [[-1]], device, sources=[[0]], chances=[[1.0]])
+    found = []
+    for left_behind in (0, 5):  # where nothing was written
+        held.list_ids[:, size:], held.list_weights[:, size:] = left_behind, float(left_behind)
+        drawn, _, into = decided(decide, logits, judged, wishes, vocabulary=vocabulary, draft_rows=held)
+        assert drawn.produced.tolist() == [1] and int(drawn.tokens[0, 0]) in into.list_ids[0, :8].tolist()
+        found.append(drawn.tokens)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("cuts", "names"),
     [
