@@ -220,7 +220,7 @@ __device__ __forceinline__ void run(const Task &task, Items items) {
     take_over(); // weights are on their way; what else is read, the launch before may have written
     const bool whole = Own::whole(task); // bands
     constexpr bool kEarly = kAskEarly && kTiles == 1;
-    const bool early = kEarly && (kForm != kPaired || task.epilogue != kSwiglu);
+    const bool early = kEarly && (kForm == kHalved || task.epilogue != kSwiglu); // gates take two parts; halves have none
     static_assert(!kEarly || kTokens * Own::kHeld <= 32 * kWarps, "an output a thread");
 #pragma unroll 1
     for (int item = items.first; item < items.end; item += items.step) {

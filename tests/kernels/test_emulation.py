@@ -122,10 +122,11 @@ def test_residual_is_added_in_place_and_half_outputs_are_cut_off_and_counted(hos
     torch.testing.assert_close(again, out, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("tokens", [1, 11])
-def test_swiglu(host_kernels, encode, tokens):
+@pytest.mark.parametrize("tokens", [1, 8, 11])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_swiglu(host_kernels, encode, encoding, tokens):
     rng = np.random.default_rng(10)
-    gate, up = (encode("nvfp4", rng.standard_normal((ROWS, 192)).astype(np.float32)) for _ in range(2))
+    gate, up = (encode(encoding, rng.standard_normal((ROWS, 192)).astype(np.float32)) for _ in range(2))
     x = tokens_of(rng, tokens, 192)
     buffer = guarded(tokens, ROWS, torch.float16)
     run(host_kernels, x, [gate.weight, up.weight], [inner(buffer, ROWS)], SWIGLU, blocks=1)

@@ -166,7 +166,7 @@ def test_slices_have_the_same_bits_for_every_token_count_and_company(encode, arc
         assert torch.equal(bits(swiglu(own, weight, weight)), bits(gates[:tokens])), tokens
 
 
-@pytest.mark.parametrize("encoding", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_swiglu(encode, encoding):
     rng = np.random.default_rng(4)
     gate, up = (encode(encoding, matrix("normal", (512, 5120), rng) / 40) for _ in range(2))

@@ -71,8 +71,8 @@ def check_answers(device: torch.device, cases: list[Case] | None = None) -> list
 
 
 def all_cases() -> list[Case]:
-    """Every encoding of the linears, the fused gate, both caches, both ways of attention, the delta rule, the norm, a decision;
-    of a prompt's chunk, too."""
+    """Every encoding of the linears and of the fused gate, both caches, both ways of attention, the delta rule, the norm,
+    a decision; of a prompt's chunk, too."""
     cases = [
         _pair(f"linear {encoding}", partial(_multiply, encoding), linear, linear_reference) for encoding in ENCODINGS
     ]
@@ -88,11 +88,12 @@ def all_cases() -> list[Case]:
     for encoding in ENCODINGS:
         run = partial(_multiply, encoding, tokens=FEW_TOKENS + 34)  # plain weights, and the vendor's product
         cases.append(_pair(f"linear of a prompt {encoding}", run, linear_block, linear_block_reference))
+    for encoding in ENCODINGS:
+        cases.append(_pair(f"swiglu {encoding}", partial(_swiglu, encoding), swiglu, swiglu_reference))
     return [
         *cases,
         _pair("linear of many columns", partial(_multiply, "nvfp4", columns=MANY_COLUMNS), linear, linear_reference),
         _pair("decision", _decide, decide, decide_reference),
-        _pair("swiglu", _swiglu, swiglu, swiglu_reference),
         _pair("delta rule", _delta, delta_decode, delta_decode_reference),
         _pair("norm", _norm, rms_norm, rms_norm_reference),
     ]
@@ -156,9 +157,9 @@ def _norm(run: Callable[..., Tensor], device: torch.device) -> Tensor:
     return run(_input(device).float(), _random((COLUMNS,), 5, device), 1e-6)
 
 
-def _swiglu(run: Callable[..., Tensor], device: torch.device) -> Tensor:
+def _swiglu(encoding: str, run: Callable[..., Tensor], device: torch.device) -> Tensor:
     x = (_input(device).float() / 64).half()
-    return run(x, _weight("nvfp4", device), _weight("nvfp4", device))
+    return run(x, _weight(encoding, device), _weight(encoding, device))
 
 
 def _cache(int8: bool, positions: int, pages: list[int], device: torch.device) -> KVCache:
