@@ -33,6 +33,7 @@ from .supervisor import Supervisor
 from .workers import Workers
 
 _CLOSE_SECONDS = 1
+IDLE_SECONDS = 15  # longer than clients keep a connection (httpx 5): closed at their moment, their next request would be lost
 _NOT_OURS = (
     errno.EADDRNOTAVAIL,
     errno.EAFNOSUPPORT,
@@ -122,6 +123,7 @@ class _Server:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
+            timeout_keep_alive=IDLE_SECONDS,
         )
         self._http = _HttpServer(config)
         self._signals = 0
