@@ -33,7 +33,7 @@ from .supervisor import Supervisor
 from .workers import Workers
 
 _CLOSE_SECONDS = 1
-IDLE_SECONDS = 15  # longer than clients keep a connection (httpx 5): closed at their moment, their next request would be lost
+IDLE_SECONDS = 15  # httpx keeps a connection for 5: one that is closed in that moment loses the next request
 _NOT_OURS = (
     errno.EADDRNOTAVAIL,
     errno.EAFNOSUPPORT,

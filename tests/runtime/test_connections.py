@@ -211,7 +211,7 @@ def test_a_connection_outlives_the_official_clients_patience(tmp_path: Path) -> 
     patience = httpx.Limits().keepalive_expiry
     assert patience is not None and patience + 5 <= IDLE_SECONDS
     script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
-    server = Server([str(make_ranks(tmp_path / "ranks", 1)), "--backend", f"scripted:{script}"])
+    server = Server([str(make_ranks(tmp_path / "ranks", 1)), "--backend", f"scripted:{script}"], {})
     try:
         port = int(server.wait_ready().url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), 10) as connection:
