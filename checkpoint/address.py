@@ -25,7 +25,7 @@ def require_address(url: str, option: str) -> SplitResult:
     require_host(host, f"{option} {url}")
     if port == 0:
         raise InputError(f"{option} {url}: port 0 is nobody's.")
-    if parts.query or parts.fragment:
+    if "?" in url or "#" in url:
         raise InputError(f"{option} {url}: the address alone, without ? and #.")
     return parts
 

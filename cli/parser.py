@@ -1,6 +1,8 @@
 """argparse, with errors in one line and a memory of what was stated, a value that equals its default included."""
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +17,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as all other errors are: of many options, usage hides what is wrong."""
         self.exit(2, f"{self.prog}: {message}. `{self.prog} --help` shows what there is.\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse drops what a full disk refuses, and its help is then told as done."""
+        with contextlib.suppress(BrokenPipeError):  # `| head` has what it wanted
+            (file or sys.stderr).write(message)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The arguments. Raises InputError for an option that they give no use for, SystemExit as argparse does."""

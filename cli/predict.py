@@ -274,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(describe(one)))
         if cases and 0 < card.memory < (held := cases[index].held):
             print(
-                f"  does not fit: weights, keys and values take {held / 1e9:.1f} GB, and the card has {card.memory / 1e9:.0f}"
+                f"  does not fit: weights, keys and values take {held / 1e9:.1f} GB, and the card has {card.memory / 1e9:.1f}"
             )
         if args.what_if and cases:
             print("\n".join(_what_if(cases[index], card)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.errors import InputError, no_effect, without_effect
+from ..checkpoint.numbers import shown
 from .layers import Option, add_options, settle, truth
 from .numbers import cards, memory, positions, seconds, whole_from
 from .reads import ALWAYS, Condition, Reads, given, spelled, valued
@@ -25,6 +26,7 @@ EXAMPLE = """examples:
 
 --backend scripted:FILE answers from JSON lines {"blocks": [[ids...], ...], "delay_ms": 0} (for tests)."""
 
+_LONGEST_NAME = 200
 _FOR_CARDS = Condition("by the cuda backend", lambda args: args.backend in ("auto", "cuda"))
 _ON_CARDS = Condition("on cards", lambda args: args.devices != "cpu")
 _DRAFTING = Condition("with --drafts", lambda args: args.drafts != 0)
@@ -32,7 +34,7 @@ _MODEL = Condition("by a model, not a script", lambda args: not args.backend.sta
 READS = Reads(
     {
         ALWAYS: "config ranks backend lanes max_context host port api_key_file tls_cert tls_key cors_origin log_requests "
-        "allow_image_urls max_waiting drain_seconds watchdog_seconds",
+        "served_model_name allow_image_urls max_waiting drain_seconds watchdog_seconds",
         _MODEL: "drafts drafts_from prefill_chunk prefix_cache",
         _FOR_CARDS: "devices kv attention head_split delta",
         _FOR_CARDS & _ON_CARDS: "graphs collective",
@@ -124,6 +126,12 @@ def server_options() -> list[Option]:
         Option(
             "prefix-interval", whole_from(64, 1 << 24), "tokens between the states of a long prompt (default: 8192)"
         ),
+        Option(
+            "served-model-name",
+            _model_name,
+            "what clients are told that the model is called (default: the repository it came from, else the folder's name)",
+            metavar="NAME",
+        ),
         Option("host", str, "address to listen on (default: 127.0.0.1)"),
         Option("port", whole_from(0, 65535), "port to listen on, 0 for any free one (default: 8000)"),
         Option(
@@ -200,6 +208,14 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
         if not args.quiet:
             print(f"duovolt serve: {no_effect(places[name], why)}.", file=sys.stderr, flush=True)
     return options
+
+
+def _model_name(text: str) -> str:
+    if not (0 < len(text) <= _LONGEST_NAME and text.isprintable() and not any(map(str.isspace, text))):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no name of a model: 1 to {_LONGEST_NAME} printable characters, no spaces"
+        )
+    return text
 
 
 def _one_of(*words: str) -> Callable[[str], str]:

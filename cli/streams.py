@@ -33,14 +33,14 @@ class _Words(io.FileIO):
 def settle_streams() -> None:
     """Make descriptors 0 to 2 and the streams over them ready for anything that a command prints.
 
-    A closed one (`>&-`, some service managers) becomes the null device, or the next file opened would be written to by
-    whoever prints. Names of files may hold bytes that are no text: they are printed with backslashes.
+    A closed one (`>&-`, some service managers) becomes the null device, for children too, or the next file opened would be
+    written to by whoever prints. Names of files may hold bytes that are no text: they are printed with backslashes.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free: this one
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = _over(_Output(1, "w", closefd=False), sys.stdout)

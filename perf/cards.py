@@ -66,7 +66,7 @@ class CardForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: ReadForm
     small: SmallForm
     memory_mhz: int = 0
-    memory_gb: float = 0.0  # 0: not known
+    memory_gb: float = 0.0  # as cards are sold, of 2^30 bytes; 0: not known
     kernel_us: dict[str, float] = {}
     share: dict[str, float | dict[str, float]] = {}
     link: dict[str, LinkForm] = {}
@@ -269,7 +269,7 @@ def _from_form(form: CardForm, where: str) -> Card:
         form.name, form.source, form.assumed, form.small.node_us, form.small.kernel_us, {READ: [_read(form.read)]},
         form.kernel_us, shares, form.link, gap_us=form.small.gap_us,
         savings=Savings(table={name: us * 1e-6 for name, us in form.overlap.items()}),
-        gap_overlapped_us=form.small.gap_overlapped_us, memory=form.memory_gb * 1e9,
+        gap_overlapped_us=form.small.gap_overlapped_us, memory=form.memory_gb * 2**30,
     )  # fmt: skip
 
 

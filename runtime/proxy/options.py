@@ -17,8 +17,8 @@ class ServeOptions:
     None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no
     prefixes. `drafts` None: 3 where the model has an MTP layer, else none. `prefill_chunk` None: 2048 tokens for one lane on
     cards, else 512.
-    `log_requests` of "-" is standard output. `places`: field -> where it stands, for those that stand elsewhere than on the
-    command line.
+    `served_model_name` None: the source's repository, else the folder's name. `log_requests` of "-" is standard output.
+    `places`: field -> where it stands, for those that stand elsewhere than on the command line.
     """
 
     ranks: Path
@@ -39,6 +39,7 @@ class ServeOptions:
     prefill_chunk: int | None = None
     prefix_cache: int = 2 << 30
     prefix_interval: int = 8192
+    served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None

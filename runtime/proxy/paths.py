@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+_ADDRESS = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)  # the path is decoded already: ? and # in it belong to it
 
 
 class PlainPaths:
@@ -25,12 +27,7 @@ class PlainPaths:
 
 def plain(path: str) -> str:
     """The path of a request's target: of the absolute form (RFC 9112, 3.2.2), too, and without slashes at its end."""
-    if path.startswith(("http://", "https://")):
-        try:
-            path = urlsplit(path).path
-        except ValueError:
-            return path
-    return path.rstrip("/") or "/"
+    return _ADDRESS.sub("", path).rstrip("/") or "/"
 
 
 def advice(path: str, known: Collection[str]) -> str:

@@ -129,7 +129,7 @@ def make_plan(options: ServeOptions) -> ServePlan:
         identity,
         (options.max_context or min(limit, DEFAULT_CONTEXT)) if cards is None else cards.max_context,
         drafts,
-        identity.source or options.ranks.absolute().name,
+        options.served_model_name or identity.source or options.ranks.absolute().name,
         tokenizer,
         template,
         keys,

@@ -47,7 +47,10 @@ def unreachable(url: str, error: httpx.TransportError, advice: str = "") -> Envi
 
 
 def _is_here(host: str) -> bool:
+    """Whether it is this machine: 0.0.0.0 and ::, which a server may be told to listen on, lead there, too."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return host.lower().rstrip(".") == "localhost"
+        return host.lower().rstrip(".").rpartition(".")[2] == "localhost"
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified

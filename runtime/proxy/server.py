@@ -33,6 +33,7 @@ from .supervisor import Supervisor
 from .workers import Workers
 
 _CLOSE_SECONDS = 1
+IDLE_SECONDS = 15  # httpx keeps a connection for 5: one that is closed in that moment loses the next request
 _NOT_OURS = (
     errno.EADDRNOTAVAIL,
     errno.EAFNOSUPPORT,
@@ -122,6 +123,7 @@ class _Server:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
+            timeout_keep_alive=IDLE_SECONDS,
         )
         self._http = _HttpServer(config)
         self._signals = 0

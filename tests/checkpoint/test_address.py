@@ -23,6 +23,8 @@ NO_ADDRESS = {
     "http://[::1": "Invalid IPv6 URL",
     "http://server?a=b": "the address alone",
     "http://server/v1#c": "the address alone",
+    "http://server?": "the address alone",
+    "http://server/#": "the address alone",
     "http://server /v1": "a space or a control character",
     "http://server\n": "a space or a control character",
 }
@@ -92,8 +94,8 @@ def test_no_proxy_is_asked_for_this_machine(
         monkeypatch.setenv(name, proxy)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    for url in (here, here.replace("127.0.0.1", "localhost")):
-        assert main(["chat", "--once", "hi", "--url", f"http:{url}"]) == 0
+    for name in ("127.0.0.1", "localhost", "0.0.0.0", "[::ffff:127.0.0.1]"):  # a server says that it is at 0.0.0.0
+        assert main(["chat", "--once", "hi", "--url", "http:" + here.replace("127.0.0.1", name)]) == 0
         assert capsys.readouterr().out == "here\n"
 
 

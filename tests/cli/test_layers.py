@@ -40,6 +40,17 @@ def test_defaults_are_those_of_the_options(options: Any) -> None:
     assert options("ranks") == ServeOptions(Path("ranks"))
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.8-27B", "gpt-4o", "模型:v1"])
+def test_a_model_is_called_as_its_owner_likes(options: Any, name: str) -> None:
+    assert options("ranks", "--served-model-name", name).served_model_name == name
+
+
+@pytest.mark.parametrize("name", ["", "two words", "line\nbreak", "x" * 201, "null\0"])
+def test_a_name_that_would_break_a_line_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "ranks", "--served-model-name", name]) == 2
+    assert "is no name of a model: 1 to 200 printable characters, no spaces" in capsys.readouterr().err
+
+
 def test_a_script_lies_beside_the_file_that_names_it(options: Any, tmp_path: Path) -> None:
     (tmp_path / "serve.toml").write_text('ranks = "ranks"\nbackend = "scripted:script.jsonl"\n')
     assert options("--config", tmp_path / "serve.toml").backend == f"scripted:{tmp_path / 'script.jsonl'}"

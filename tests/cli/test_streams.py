@@ -38,6 +38,20 @@ def test_closed_streams_are_the_null_device_and_no_file_takes_their_number(tmp_p
     assert (tmp_path / "x").read_text() == ""
 
 
+def test_children_have_the_null_device_where_a_stream_is_closed() -> None:
+    child = "import os, sys; sys.exit(sum(os.readlink(f'/proc/self/fd/{n}') == '/dev/null' for n in range(3)))"
+    program = (
+        "import subprocess, sys; from duovolt.cli.streams import settle_streams; settle_streams(); "
+        f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    )
+    done = subprocess.run(["bash", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program], timeout=60)
+    assert done.returncode == 3
+
+
+def test_help_that_nobody_reads_to_its_end_is_no_failure() -> None:
+    assert shell("serve --help | head -c 1; exit ${PIPESTATUS[0]}").returncode == 0
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_words_that_cannot_be_said_change_no_exit_code(unbuffered: str) -> None:
     assert shell("inspect nowhere 2>/dev/full", PYTHONUNBUFFERED=unbuffered).returncode == 2
@@ -45,7 +59,7 @@ def test_words_that_cannot_be_said_change_no_exit_code(unbuffered: str) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("command", ["inspect {0}", "plan {0} --json", "--help"])
+@pytest.mark.parametrize("command", ["inspect {0}", "plan {0} --json", "--help", "serve --help"])
 def test_a_full_standard_output_is_named(command: str, unbuffered: str) -> None:
     done = shell(f"{command.format(FIXTURE)} >/dev/full", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (3, "duovolt: standard output: No space left on device.\n")

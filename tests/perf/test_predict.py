@@ -285,13 +285,18 @@ def test_what_a_card_cannot_hold_is_told(tmp_path: Path, capsys: pytest.CaptureF
     own = tmp_path / "own.toml"
     text = 'name = "o"\nsource = "x"\nassumed = "y"\n{}[read]\ngbps = 1000\nstart_us = 2\n[small]\nnode_us = 1\nkernel_us = 2\n'
     for card, tp, told in (
-        ("rtx-2080-ti", "1", "weights, keys and values take 21.4 GB, and the card has 11"),
+        ("rtx-2080-ti", "1", "weights, keys and values take 21.4 GB, and the card has 11.8"),
         ("rtx-3090", "1", ""), ("v100-877", "1", ""), (str(own), "1", ""),
     ):  # fmt: skip
         own.write_text(text.format(""))
         assert main(["predict", "qwen3.8-27b", "--card", card, "--tp", tp, "--context", "8192"]) == 0
         out = capsys.readouterr().out
         assert told in out and ("does not fit" in out) == bool(told)
+    sold = 32 * 2**30  # bytes of a card of 32 GB
+    for spare, told in ((1e9, False), (-1e9, True)):
+        context = str(int((sold - spare - sheet.held) / position))
+        assert main(["predict", "qwen3.8-27b", "--card", "v100-877", "--context", context]) == 0
+        assert ("and the card has 34.4" in capsys.readouterr().out) == told
     own.write_text(text.format("memory_gb = -1\n"))
     assert main(["predict", "qwen3.8-27b", "--card", str(own)]) == 2
     assert "finite and not negative" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_the_command_prints_every_figure_of_every_kernel(found, capsys):
     attention, prefill = by_name["attention_int8_3"], by_name["attention_prefill_int8"]
     assert len(attention) == 9 and float(attention[7]) < 0.544 and attention[8] == "1.00"
     assert len(prefill) == 7 and prefill[3:5] == ["1", "8"] and float(prefill[6]) > 37.5
-    assert by_name["sampling_draw"][3:] == ["2", "16"] and by_name["linear_any_24"][1:] == ["28512", "0", "1", "8"]
+    assert len(by_name["sampling_draw"]) == 5 and by_name["linear_any_24"][1:] == ["28512", "0", "1", "8"]
     assert (
         sum(len(row) >= 5 for row in by_name.values()) > 75 and len(by_name) > 80
     )  # blocks and warps, where sources bound them

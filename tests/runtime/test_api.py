@@ -378,6 +378,17 @@ def test_a_send_that_raises_leaves_nothing_open() -> None:
     assert (hub.open_count, hub.counters.requests) == (1, 1)
 
 
+def test_the_model_is_called_what_its_owner_calls_it(tmp_path: Path) -> None:
+    """In the list, by its name in a path, and in answers; whatever a request calls it."""
+    script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
+    api = LocalApi(make_ranks(tmp_path / "ranks", 1), script, served_model_name="team/our-model")
+    assert [one["id"] for one in api.request("GET", "/v1/models").json()["data"]] == ["team/our-model"]
+    assert api.request("GET", "/v1/models/team/our-model").json()["id"] == "team/our-model"
+    assert api.request("GET", "/v1/models/ranks").status_code == 404
+    _, body = say(api, "Hello", COMPLETION, model="another")
+    assert (body["model"], body["choices"][0]["text"]) == ("team/our-model", "Hello")
+
+
 def test_key_models_tokenize_page_and_metrics(tmp_path: Path) -> None:
     script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
     (tmp_path / "key").write_text("secret\n")

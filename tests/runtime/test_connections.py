@@ -12,6 +12,7 @@ import socket
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from duovolt.runtime.proxy.connections import PatientProtocol, most_connections
-from duovolt.runtime.proxy.server import _listen
+from duovolt.runtime.proxy.server import IDLE_SECONDS, _listen
 
 from .conftest import Server
 from .stub_model import make_ranks, write_script
@@ -203,3 +204,20 @@ def test_a_connection_sends_small_pieces_at_once() -> None:
 
     protocol, option = asyncio.run(options())
     assert protocol == socket.IPPROTO_TCP and option != 0
+
+
+def test_a_connection_outlives_the_official_clients_patience(tmp_path: Path) -> None:
+    """They keep one that rests for so long; a server that closes it in that moment loses their next request."""
+    patience = httpx.Limits().keepalive_expiry
+    assert patience is not None and patience + 5 <= IDLE_SECONDS
+    script = write_script(tmp_path / "script.jsonl", {"blocks": [[1]]})
+    server = Server([str(make_ranks(tmp_path / "ranks", 1)), "--backend", f"scripted:{script}"], {})
+    try:
+        port = int(server.wait_ready().url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 10) as connection:
+            for pause in (0.0, patience + 0.5):
+                time.sleep(pause)
+                connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    finally:
+        server.kill()

@@ -45,7 +45,15 @@ def ask(server: Server, target: str, body: bytes = BODY, *headers: str, verb: st
 
 @pytest.mark.parametrize(
     "target",
-    [CHAT, CHAT + "/", CHAT + "//", CHAT + "?a=b", f"http://127.0.0.1{CHAT}", f"https://elsewhere:8000{CHAT}/"],
+    [
+        CHAT,
+        CHAT + "/",
+        CHAT + "//",
+        CHAT + "?a=b",
+        f"http://127.0.0.1{CHAT}",
+        f"https://elsewhere:8000{CHAT}/",
+        f"HTTP://x{CHAT}",
+    ],
 )
 def test_a_path_is_answered_in_every_spelling_without_a_redirect(server: Server, target: str) -> None:
     status, answer = ask(server, target)
@@ -56,6 +64,12 @@ def test_the_list_of_models_with_a_slash_behind_it_is_no_model(server: Server) -
     for target in ("/v1/models", "/v1/models/", "http://x/v1/models"):
         status, answer = ask(server, target, b"", verb="GET")
         assert (status, answer["object"]) == (200, "list")
+
+
+@pytest.mark.parametrize("target", ["http://x/v1/models%3fa", "http://x/v1/models%23a", "http://x/v1/mo%0Adels"])
+def test_what_a_path_holds_in_percents_belongs_to_it(server: Server, target: str) -> None:
+    """As in the usual form of a target: a proxy that judges paths must not be shown another than the one answered."""
+    assert ask(server, target, b"", verb="GET")[0] == 404
 
 
 def test_a_bom_is_no_part_of_a_body(server: Server) -> None:
