@@ -45,7 +45,7 @@ def test_a_model_is_called_as_its_owner_likes(options: Any, name: str) -> None:
     assert options("ranks", "--served-model-name", name).served_model_name == name
 
 
-@pytest.mark.parametrize("name", ["", "two words", "line\nbreak", "x" * 201, "null\0"])
+@pytest.mark.parametrize("name", ["", "two words", "line\nbreak", "x" * 201, "null\0", "slash/"])
 def test_a_name_that_would_break_a_line_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "ranks", "--served-model-name", name]) == 2
     assert "is no name of a model: 1 to 200 printable characters, no spaces" in capsys.readouterr().err
