@@ -304,6 +304,36 @@ def test_two_ranks_answer_as_one(tools: Any) -> None:
     assert first.tokens == second.tokens == alone.tokens
 
 
+def test_two_ranks_agree_on_every_part_of_a_picture(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an answer beside it, kept prefixes, and a request that is cancelled while its picture is looked at."""
+    placed = prompt(SIZES["two"])
+    plain = tools.drive(engine_of(tiny(), SoloCollective(), prefill_chunk=512), request(placed, 3))
+    monkeypatch.setattr(vision, "PRODUCTS_A_LOOK", 1)
+
+    def work(collective: Collective) -> Any:
+        settings = {"lanes": 2, "drafts": 3, "prefill_chunk": 512, "prefix_bytes": 1 << 30, "pages": 40}
+        engine = engine_of(tools.cut(tiny(), 2, collective.rank), collective, **settings)
+        words = GenerateRequest(1, [5] * 20, 60, [], False, SamplingParams(temperature=0.0))
+        steps = 0
+
+        def after(engine: Engine) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 3:
+                engine.add(request(placed, 2))
+            if steps == 7:
+                engine.cancel(2)
+                engine.add(request(placed, 3))
+
+        run = tools.drive(engine, words, after_step=after)
+        return run, engine.free_pages + engine.idle_pages == engine.pages
+
+    (first, whole), (second, other) = tools.ranks(2, work)
+    assert first.records == second.records and first.tokens == second.tokens and whole and other
+    assert first.events[2][-1].finish_reason == "cancelled" and first.tokens[3] == plain.tokens[3]
+    assert len([record for record in first.records if record.kind == "prefill"]) > 2 * tiny().config.vision.depth
+
+
 def test_another_picture_shows_in_the_lockstep_record_and_in_the_states(tools: Any) -> None:
     placed = prompt(SIZES["one"])
     image = placed.images[0]
