@@ -65,7 +65,8 @@ def seconds(*, zero: bool) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = _or_none(decimal_number, text)
         if value is None or value < 0 or (value == 0 and not zero):
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of seconds")
+            least = "0 or more" if zero else "above 0"
+            raise argparse.ArgumentTypeError(f"{shown(text)} is not a number of seconds, {least}")
         return value
 
     return parse

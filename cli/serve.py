@@ -211,9 +211,8 @@ def options_of(args: argparse.Namespace) -> ServeOptions:
 
 
 def _model_name(text: str) -> str:
-    fits = 0 < len(text) <= _LONGEST_NAME and not text.endswith(
-        "/"
-    )  # a path's last slash says nothing: /v1/models/NAME
+    # A last slash would be lost from /v1/models/NAME: it says nothing in a path.
+    fits = 0 < len(text) <= _LONGEST_NAME and not text.endswith("/")
     if not (fits and text.isprintable() and not any(map(str.isspace, text))):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is no name of a model: 1 to {_LONGEST_NAME} printable characters, no spaces, no slash at the end"

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from ..checkpoint.errors import CheckFailed, InputError, one_line
-from ..runtime.proxy.reach import reach, unreachable
+from ..checkpoint.errors import CheckFailed, EnvironmentFault, InputError, one_line
+from ..runtime.proxy.reach import reach, unreachable, wants_tls
 from .counts import Count
 
 CONNECT_SECONDS = 10.0
@@ -87,7 +87,10 @@ class Endpoint:
         self._http.close()
 
     def get(self, path: str) -> Any:
-        """A JSON answer; None if the server has no such path. Raises EnvironmentFault if there is no server."""
+        """A JSON answer; None if the server has no such path.
+
+        Raises EnvironmentFault if there is no server, InputError if it wants another key.
+        """
         return self._json("GET", path, None)
 
     def count_tokens(self, text: str) -> int | None:
@@ -98,11 +101,18 @@ class Endpoint:
 
     def _json(self, verb: str, path: str, body: Any) -> Any:
         try:
-            response = self._http.request(verb, path, json=body)
+            with self._http.stream(verb, path, json=body) as response:
+                if response.status_code == httpx.codes.UNAUTHORIZED:
+                    raise _refusal(response)
+                response.read()
             return response.json() if response.status_code == 200 else None
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
             raise unreachable(self.url, error) from None
-        except (httpx.HTTPError, ValueError):
+        except httpx.HTTPError as error:
+            if wants_tls(self.url, error):
+                raise EnvironmentFault(f"{self.url} hangs up unanswered ({one_line(error)}); is it https://?") from None
+            return None
+        except ValueError:
             return None
 
     def ask(self, path: str, body: dict[str, Any]) -> bytes:

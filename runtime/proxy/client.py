@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from ...checkpoint.errors import CheckFailed, EnvironmentFault, InputError
-from .reach import reach, unreachable
+from .reach import reach, unreachable, wants_tls
 
 _CONNECT_SECONDS = 5.0
 _SHOWN = 200  # characters of a server's words that a message repeats
@@ -72,8 +72,9 @@ class ChatClient:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
             raise unreachable(self._url, error, "; start one with `duovolt serve`") from error
         except httpx.HTTPError as error:
+            other = ", or it is to be asked by https://" if wants_tls(self._url, error) else ""
             raise CheckFailed(
-                f"the server at {self._url} broke the answer off ({error}); its log tells why."
+                f"the server at {self._url} broke the answer off ({error}); its log tells why{other}."
             ) from error
 
 

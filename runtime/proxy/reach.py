@@ -9,6 +9,8 @@ import httpx
 from ...checkpoint.address import require_address, require_certificates
 from ...checkpoint.errors import EnvironmentFault, InputError, one_line
 
+_NO_FIRST_LINE = ("without sending a response", "illegal status line", "illegal request line")  # h11's words
+
 
 def reach(url: str, headers: dict[str, str], timeout: httpx.Timeout, proxies: bool) -> httpx.Client:
     """A client whose paths count from `url`, with or without its `/v1`.
@@ -44,6 +46,12 @@ def unreachable(url: str, error: httpx.TransportError, advice: str = "") -> Envi
     if "[SSL" in said:
         return EnvironmentFault(f"{url}: what listens there does not speak TLS as this does ({said}); is it http://?")
     return EnvironmentFault(f"no server at {url} ({said}){advice}.")
+
+
+def wants_tls(url: str, error: httpx.HTTPError) -> bool:
+    """Whether a server that was asked in plain text may be one of TLS: they hang up, or say so in TLS."""
+    first = any(words in str(error) for words in _NO_FIRST_LINE)
+    return url.lower().startswith("http://") and isinstance(error, httpx.RemoteProtocolError) and first
 
 
 def _is_here(host: str) -> bool:

@@ -1,8 +1,10 @@
 """Addresses, proxies and certificates as users and their environment name them: one line, before anything is asked."""
 
+import contextlib
 import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -108,6 +110,50 @@ def test_a_proxy_that_cannot_be_is_told(
     assert main(["chat", "--once", "hi", "--url", "http://server.invalid"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("duovolt: the environment's proxy") and words in error and error.count("\n") == 1
+
+
+@pytest.fixture
+def stranger() -> Iterator[Callable[[bytes], str]]:
+    """The address of a server that answers anything with these bytes, and hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    said: list[bytes] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(said[0])
+
+    def at(answer: bytes) -> str:
+        said.append(answer)
+        threading.Thread(target=serve, daemon=True).start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield at
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+@pytest.mark.parametrize("command", COMMANDS["--url"])
+@pytest.mark.parametrize("answer", [b"", b"\x15\x03\x01\x00\x02\x02\x0a"], ids=["silent", "alert"])
+def test_a_server_of_tls_that_is_asked_without_is_told(
+    command: list[str], answer: bytes, stranger: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--url", stranger(answer)]) == (1 if command[0] == "chat" else 3)
+    error = capsys.readouterr().err
+    assert "https://" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["eval"], ["bench", "serve"]])
+def test_a_key_that_is_missing_is_told_as_one(
+    command: list[str], stranger: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = b'{"error":{"message":"wrong or missing API key"}}'
+    answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    assert main([*command, "--url", stranger(answer)]) == 2
+    assert capsys.readouterr().err == "duovolt: the server answered 401: wrong or missing API key\n"
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
