@@ -28,6 +28,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	@mkdir -p .types && ln -sfn .. .types/duovolt
 	cd .types && ../$(BIN)/mypy --config-file ../pyproject.toml -p duovolt
+	cd .types && ../$(BIN)/python ../tests/arguments.py
 
 contracts: $(STAMP)
 	$(BIN)/lint-imports
