@@ -35,7 +35,7 @@ class Launch:
     """Launches of one kind of kernel, each with its outputs between guards. `samples`: two of one shape, and a smaller one;
     `company`: of another encoding, where a launch has several."""
 
-    def __init__(self, library, encode, kind: str, encoding: str, tokens: int) -> None:
+    def __init__(self, emulated, encode, kind: str, encoding: str, tokens: int) -> None:
         rng = np.random.default_rng(31)
         x = torch.from_numpy(rng.standard_normal((24, COLUMNS)).astype(np.float16))
         rows = (52, 36) if encoding in ("half", "bf16") else (64, 32)
@@ -46,7 +46,7 @@ class Launch:
         self.company = encode(other, rng.standard_normal((32, COLUMNS)).astype(np.float32)) if kind == "any" else None
         self.x = x[:tokens].clone()
         self.stream = torch.from_numpy(rng.standard_normal((24, 256)).astype(np.float32))[:tokens]
-        self.library, self.kind, self.tokens = library, kind, tokens
+        self.emulated, self.kind, self.tokens = emulated, kind, tokens
 
     def outs(self, samples, epilogue: int, residual: str | None = None) -> tuple[torch.Tensor, int]:
         """Outputs of `samples` and their company, and how many were cut off. residual: None, "beside", "in place"."""
@@ -69,7 +69,7 @@ class Launch:
             "residuals": given,
             "overflows": overflows,
         }
-        run(self.library, self.x, weights, list(out.split(counts, dim=1)), epilogue, **options)
+        run(self.emulated, self.x, weights, list(out.split(counts, dim=1)), epilogue, **options)
         if residual == "beside":
             assert torch.equal(beside, self.stream[:, :width])
         return inner(buffer, width), int(overflows)
