@@ -7,6 +7,7 @@ Bytes are those that an operation must read and write once.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -141,16 +142,17 @@ def _delta_parts(tokens: int, device: torch.device) -> tuple[DeltaWeights, Tenso
 
 
 def delta(device: torch.device) -> Iterator[Measurement]:
-    """A round of decoding with as many tokens replayed, and a prompt's chunk in both forms."""
-    for tokens in (1, 4):
-        weights, mixed, a, b = _delta_parts(tokens, device)
-        nbytes = 2 * VALUE_HEADS * HEAD * HEAD * 4 + 4 * mixed.shape[1] * (4 * tokens + 2 * 3)
-        states = [DeltaState.empty(1, weights) for _ in range(_copies(nbytes))]
-        progress = Progress.empty(1, device)
+    """A round of decoding of one, two and four lanes with as many tokens replayed, and a prompt's chunk in both forms."""
+    for lanes, tokens in product((1, 2, 4), (1, 4)):
+        weights, mixed, a, b = _delta_parts(lanes * tokens, device)
+        nbytes = lanes * (2 * VALUE_HEADS * HEAD * HEAD * 4 + 4 * mixed.shape[1] * (4 * tokens + 2 * 3))
+        states = [DeltaState.empty(lanes, weights) for _ in range(_copies(nbytes))]
+        progress = Progress.empty(lanes, device)
         progress.accepted.fill_(tokens)
-        batch = Round.of([0], [tokens], device)
+        batch = Round.of(list(range(lanes)), [tokens] * lanes, device)
         calls = [partial(delta_decode, mixed, a, b, weights, state, progress, batch) for state in states]
-        yield Measurement(f"decode, {tokens} tokens and {tokens} replayed", nbytes, calls)
+        each = f"{lanes} lanes, each " if lanes > 1 else ""
+        yield Measurement(f"decode, {each}{tokens} tokens and {tokens} replayed", nbytes, calls)
     weights, mixed, a, b = _delta_parts(2048, device)
     state, progress = DeltaState.empty(1, weights), Progress.empty(1, device)
     plain = partial(delta_prefill, mixed, a, b, weights, state, progress, 0)
