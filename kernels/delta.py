@@ -22,7 +22,7 @@ HEAD = 128  # dimensions of a key and of a value head
 TAPS = 4  # width of the convolution
 MAX_TOKENS = 8  # tokens of a sequence in a round
 _KEPT = TAPS - 1
-_BLOCK_ROWS, _THREADS = 32, 128  # of a block in decoding
+_BLOCK_ROWS, _THREADS, _APART_THREADS = 32, 128, 384  # of a block in decoding
 _SCAN_ROWS, _SCAN_THREADS = 16, 64
 _RUN = 64  # tokens that a block of the convolution takes
 _EPS = 1e-6  # of the normalisation of queries and keys
@@ -182,7 +182,7 @@ def _decoder(device: torch.device) -> tuple[Module, str, int, bool]:
     if module.overlaps:
         apart = checks.module_on(APART_SOURCE, device)
         if apart.overlaps:
-            return apart, "delta_decode_apart", 2 * _THREADS, True
+            return apart, "delta_decode_apart", _APART_THREADS, True
     return module, "delta_decode", _THREADS, False
 
 

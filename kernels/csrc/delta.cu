@@ -18,12 +18,13 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
                  const int *accepted, const int *turns, const int *counts, const int *firsts, float *out, float eps) {
     __shared__ Prepared tokens;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Called called(all_lanes, lanes, accepted, turns, counts, firsts, lane);
+    const Asked asked(all_lanes, lanes, accepted, turns, counts, firsts, lane);
+    const Head own(lane);
+    const Called called(asked, accepted, turns);
     if (called.lane < 0) {
         return;
     }
-    const int before = called.before(accepted), turn = called.turn(turns), steps = before + called.tokens;
-    const Head own(lane);
+    const int before = called.before, turn = called.turn, steps = before + called.tokens;
     Walk walk(threadIdx.x);
     float4 *place = walk.place(state, own, called.lane);
     __syncwarp(); // what tells where the rows are is there before the state is asked for: waits for later loads include it

@@ -1,14 +1,222 @@
-// The decoding kernel of the gated delta rule where launches overlap (sm_90 and newer), as delta.cu has it and with its bits, by two
-// kinds of warps: four hold the state, four prepare tokens meanwhile. A warp's scoreboard does not tell the state's loads from
-// its others, so that one that asks for both waits for both. Here the state comes past the registers, and those that hold it
-// prepare what they replay, before the launch before has ended; this round's tokens are waited for by the second kind alone.
-// docs/kernels/delta.md.
+// The decoding kernel of the gated delta rule where launches overlap (sm_90 and newer), as delta.cu has it and with its bits, by
+// three kinds of warps: those that hold the state, those that prepare what is replayed, and those that prepare this round's
+// tokens, which alone wait for the launch before. A warp's scoreboards do not tell one load from another, so none asks for
+// things that come at different times. docs/kernels/delta.md.
 #if __CUDA_ARCH__ >= 900
-#include "bulk.cuh"
 #include "delta_step.cuh"
+#include "shared.cuh"
 
-constexpr int kThreads = 2 * 32 * kWarps;
-enum Meeting { kBoth = 1, kHolding }; // barriers beside that of __syncthreads
+constexpr int kOldWarps = 4, kNewWarps = 4; // that prepare replayed tokens, and this round's
+constexpr int kThreads = 32 * (kWarps + kOldWarps + kNewWarps);
+constexpr int kRowsAhead = 8; // kept rows of either half that are asked for before it is known which
+constexpr int kSector = 8;    // floats that a cache fetches at least
+enum Meeting { kReplayed = 1, kPrepared };
+
+// Arguments of the kernel, as of `delta_decode`.
+struct Layer {
+    const float *x, *x_a, *x_b;
+    int x_stride;
+    const float *weight, *a_log, *dt_bias;
+    float *rows, *state;
+    int all_lanes;
+    float *out, eps;
+};
+
+// Four rows next to one another that a convolution takes.
+struct Window {
+    const float *rows[4];
+
+    // Of replayed token `step`.
+    __device__ __forceinline__ Window(const float *old_rows, int width, int step) {
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap) {
+            rows[tap] = old_rows + (step + tap) * width;
+        }
+    }
+
+    // Of token `token` of this round, behind `before` that are kept.
+    __device__ __forceinline__ Window(const Layer &layer, const float *old_rows, int width, const Called &called, int token) {
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap) {
+            const int row = token + tap - kKept;
+            rows[tap] = row < 0 ? old_rows + (called.before + token + tap) * width : layer.x + (called.first + row) * layer.x_stride;
+        }
+    }
+};
+
+// Four channels a lane, to be convolved.
+struct Channels {
+    float4 in[4], taps[4];
+
+    __device__ __forceinline__ void ask(const Window &from, const float *weight, int channel) {
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap) {
+            in[tap] = read(reinterpret_cast<const float4 *>(from.rows[tap] + channel));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            taps[i] = read(reinterpret_cast<const float4 *>(weight) + channel + i);
+        }
+    }
+
+    // Of length `length`.
+    __device__ __forceinline__ float4 prepared(float eps, float length) const {
+        const float4 y = convolved_four(in, taps);
+        return scaled(y, length * fast_inverse_root(warp_sum(dot(y, y)) + eps));
+    }
+};
+
+// A key and a value.
+struct Pair {
+    Channels key;
+    float in[4];
+    float4 taps;
+
+    __device__ __forceinline__ Pair(const Layer &layer, const Head &own, const Window &from) {
+        key.ask(from, layer.weight, own.key);
+#pragma unroll
+        for (int tap = 0; tap < 4; ++tap) {
+            in[tap] = read(from.rows[tap] + own.value);
+        }
+        taps = read(reinterpret_cast<const float4 *>(layer.weight) + own.value);
+    }
+
+    __device__ __forceinline__ void put(Prepared &tokens, int step, float eps, int lane) const {
+        tokens.keys[step][lane] = key.prepared(eps, 1.0f);
+        tokens.values[step][lane] = convolved(in[0], in[1], in[2], in[3], taps);
+    }
+};
+
+// A token's gates.
+struct Gates {
+    float a, b, log_rate, bias;
+
+    __device__ __forceinline__ Gates(const Layer &layer, const Head &own, const float *from_a, const float *from_b)
+        : a(read(from_a)), b(read(from_b)), log_rate(read(layer.a_log + own.head)), bias(read(layer.dt_bias + own.head)) {}
+
+    __device__ __forceinline__ void put(Prepared &tokens, int step, int lane) const {
+        const float growth = expf(-expf(log_rate) * softplus(a + bias)), beta = sigmoid(b);
+        if (lane == 0) {
+            tokens.decay[step] = growth;
+            tokens.strength[step] = beta;
+        }
+    }
+};
+
+// Which of a token's two parts a warp prepares: with few tokens two warps share one.
+struct Share {
+    bool first, second;
+    int token; // its first
+
+    __device__ __forceinline__ Share(int warp, int warps, int tokens) {
+        const bool shared = tokens <= warps / 2;
+        first = !shared || warp % 2 == 0;
+        second = !shared || warp % 2;
+        token = shared ? warp / 2 : warp;
+    }
+};
+
+// Where a kept row is, of a block's channels: those that blocks of one head ask for, a sector a lane.
+__device__ __forceinline__ void ask_for_row(const float *row, const Head &own, int lane) {
+    const int half = lane % 16 * kSector;
+    prefetch(row + (lane < 16 ? own.key : own.query) - 4 * lane + half);
+    if (lane < 6) {
+        prefetch(row + (lane < 4 ? own.value - lane + kSector * lane : own.channels + own.head + (lane - 4) * own.value_heads));
+    }
+}
+
+__device__ __forceinline__ void hold(const Layer &layer, const Asked &asked, const int *accepted, const int *turns,
+                                     Prepared &tokens, int warp, int lane) {
+    const Head own(lane);
+    Walk walk(threadIdx.x);
+    // Sequence s is mostly lane s; if it is another, the right state is read in place of the guessed one.
+    const int guess = min(static_cast<int>(blockIdx.z), layer.all_lanes - 1);
+    walk.load(walk.place(layer.state, own, guess));
+#pragma unroll 1
+    for (int row = warp; row < 2 * kRowsAhead; row += kWarps) {
+        const float *half = rows_of(layer.rows, row / kRowsAhead, layer.all_lanes, guess, own.width);
+        ask_for_row(half + row % kRowsAhead * own.width, own, lane);
+    }
+    const Called called(asked, accepted, turns);
+    if (called.lane < 0) {
+        take_over();
+        return;
+    }
+    float4 *place = walk.place(layer.state, own, called.lane);
+    if (called.lane != guess) {
+        walk.load(place);
+    }
+    const int before = called.before, steps = before + called.tokens, stride = own.value_heads * kHead;
+    float *answers = layer.out + (called.first * own.value_heads + own.head) * kHead + own.row + walk.own_row;
+    if (before > 0) {
+        meet<kReplayed>(32 * (kWarps + kOldWarps));
+        walk.fetch(tokens, 0);
+        walk.replay(tokens, 0, before, before - 1);
+        walk.store(place); // after the last accepted token; with none it is there already
+    }
+    meet<kPrepared>(32 * (kWarps + kNewWarps));
+    if (before < steps) {
+        walk.fetch(tokens, before);
+        walk.answer(tokens, before, steps, answers, stride);
+    }
+}
+
+__device__ __forceinline__ void prepare_replayed(const Layer &layer, const Called &called, Prepared &tokens, int warp, int lane) {
+    const Head own(lane);
+    const float *old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
+    const Share share(warp, kOldWarps, called.before);
+#pragma unroll 1
+    for (int step = share.token; step < called.before; step += kOldWarps) {
+        if (share.first) {
+            const Pair pair(layer, own, Window(old_rows, own.width, step));
+            pair.put(tokens, step, layer.eps, lane);
+        }
+        if (share.second) {
+            const float *gates = old_rows + (kKept + step) * own.width + own.channels + own.head;
+            const Gates own_gates(layer, own, gates, gates + own.value_heads);
+            own_gates.put(tokens, step, lane);
+        }
+    }
+    meet<kReplayed>(32 * (kWarps + kOldWarps));
+}
+
+__device__ __forceinline__ void prepare_new(const Layer &layer, const Called &called, Prepared &tokens, int warp, int lane) {
+    const Head own(lane);
+    const float *old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
+    float *new_rows = rows_of(layer.rows, called.turn + 1, layer.all_lanes, called.lane, own.width);
+    const Share share(warp, kNewWarps, called.tokens);
+#pragma unroll 1
+    for (int token = share.token; token < called.tokens; token += kNewWarps) {
+        const int step = called.before + token, row = (called.first + token) * layer.x_stride + own.head;
+        const Window from(layer, old_rows, own.width, called, token);
+        float *to = new_rows + (kKept + token) * own.width;
+        if (share.first) {
+            const Pair pair(layer, own, from);
+            pair.put(tokens, step, layer.eps, lane);
+            if (own.keeps) {
+                write(reinterpret_cast<float4 *>(to + own.key), pair.key.in[3]);
+            }
+            write(to + own.value, pair.in[3]);
+        }
+        if (share.second) {
+            Channels query;
+            query.ask(from, layer.weight, own.query);
+            const Gates gates(layer, own, layer.x_a + row, layer.x_b + row);
+            tokens.queries[step][lane] = query.prepared(layer.eps, kQueryScale);
+            gates.put(tokens, step, lane);
+            if (own.keeps) {
+                write(reinterpret_cast<float4 *>(to + own.query), query.in[3]);
+            }
+            if (lane == 0 && own.first) {
+                write(to + own.channels + own.head, gates.a);
+                write(to + own.channels + own.head + own.value_heads, gates.b);
+            }
+        }
+    }
+    meet<kPrepared>(32 * (kWarps + kNewWarps));
+    const Inputs inputs = {layer.x, layer.x_a, layer.x_b, old_rows, layer.x_stride, called.first, called.before};
+    keep_last(new_rows, inputs, own, warp);
+}
 
 // Arguments as of `delta_decode`. The next launch may begin once this one has waited, and must not be of the same layer: nothing
 // fences what is kept for the next round.
@@ -18,68 +226,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                        const int *lanes, const int *accepted, const int *turns, const int *counts, const int *firsts,
                        float *out, float eps) {
     __shared__ Prepared tokens;
-    const int lane = threadIdx.x % 32, number = __shfl_sync(kAll, static_cast<int>(threadIdx.x) / 32, 0); // for all lanes
-    const int warp = number % kWarps;
-    const bool holds = number < kWarps;
-    const Head own(lane);
-    Walk walk(threadIdx.x % (32 * kWarps));
-    // Sequence s is mostly lane s; if it is another, the right state is ordered in place of the guessed one.
-    __shared__ __align__(128) float4 held[kBlockRows * kQuads];
-    __shared__ Landing landing;
-    const int guess = min(static_cast<int>(blockIdx.z), all_lanes - 1);
-    if (threadIdx.x == 0) {
-        expect_landings(&landing);
-        copy_bulk(held, walk.place(state, own, guess), sizeof held, &landing);
-    }
-    const Called called(all_lanes, lanes, accepted, turns, counts, firsts, lane);
-    const Taps taps(own, weight, a_log, dt_bias);
-    if (called.lane < 0) {
-        if (threadIdx.x == 0) { // nothing may land in a block that has ended
-            await_landing(&landing, 0);
-        }
-        take_over();
+    const Layer layer = {x, x_a, x_b, x_stride, weight, a_log, dt_bias, rows, state, all_lanes, out, eps};
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(kAll, static_cast<int>(threadIdx.x) / 32, 0); // for all lanes
+    const Asked asked(all_lanes, lanes, accepted, turns, counts, firsts, lane);
+    if (warp < kWarps) {
+        hold(layer, asked, accepted, turns, tokens, warp, lane);
         return;
     }
-    const int before = called.before(accepted), turn = called.turn(turns), steps = before + called.tokens;
-    const Inputs inputs = {x, x_a, x_b, rows_of(rows, turn, all_lanes, called.lane, own.width), x_stride, called.first, before};
-    float *new_rows = rows_of(rows, turn + 1, all_lanes, called.lane, own.width);
-
-    Token in;
-    if (!holds) {
+    const Called called(asked, accepted, turns);
+    if (called.lane < 0) {
         take_over();
-#pragma unroll 1
-        for (int step = before + warp; step < steps; step += kWarps) {
-            in.ask(inputs, own, step);
-            tokens.put(in, taps, step, eps, lane);
-            keep_token(new_rows, own, step - before, in, lane);
+    } else if (warp < kWarps + kOldWarps) {
+        if (called.before > 0) {
+            prepare_replayed(layer, called, tokens, warp - kWarps, lane);
         }
-        meet<kBoth>(kThreads);
-        keep_last(new_rows, inputs, own, warp);
     } else {
-        float4 *place = walk.place(state, own, called.lane);
-        if (threadIdx.x == 0 && called.lane != guess) {
-            await_landing(&landing, 0);
-            copy_bulk(held, place, sizeof held, &landing);
-        }
-#pragma unroll 1
-        for (int step = warp; step < before; step += kWarps) {
-            in.ask(inputs, own, step);
-            tokens.put(in, taps, step, eps, lane);
-        }
-        meet<kHolding>(kThreads / 2);
-        await_landing(&landing, called.lane != guess);
-        walk.take(held);
-        if (before > 0) {
-            walk.fetch(tokens, 0);
-            walk.replay(tokens, 0, before, before - 1);
-            walk.store(place); // after the last accepted token; with none it is there already
-        }
-        meet<kBoth>(kThreads);
-        if (before < steps) {
-            float *answers = out + (static_cast<size_t>(called.first) * own.value_heads + own.head) * kHead + own.row;
-            walk.fetch(tokens, before);
-            walk.answer(tokens, before, steps, answers + walk.own_row, own.value_heads * kHead);
-        }
+        take_over();
+        prepare_new(layer, called, tokens, warp - kWarps - kOldWarps, lane);
     }
 }
 #endif

@@ -130,27 +130,32 @@ __device__ __forceinline__ int entry(const int *table, int own, int index) {
     return index < 32 ? __shfl_sync(kAll, own, max(index, 0)) : read(table + index);
 }
 
-// What this round says of a sequence. All that it takes is asked for at once.
-struct Called {
-    int lane, tokens, first; // lane: -1, none
-    int own_accepted, own_turn;
+// What a round says of a sequence, asked for by a warp: a word a thread. So it is known at once, after one wait; of single
+// loads the compiler sinks those that a branch may do without behind it, for a second one.
+struct Asked {
+    int own_word, own_accepted, own_turn;
 
-    __device__ __forceinline__ Called(int all_lanes, const int *lanes, const int *accepted, const int *turns,
-                                      const int *counts, const int *firsts, int thread) {
+    __device__ __forceinline__ Asked(int all_lanes, const int *lanes, const int *accepted, const int *turns,
+                                     const int *counts, const int *firsts, int thread) {
+        const int *table = thread == 0 ? lanes : thread == 1 ? counts : firsts;
+        own_word = read_here(table + blockIdx.z);
         own_accepted = thread < all_lanes ? read_here(accepted + thread) : 0;
         own_turn = thread < all_lanes ? read_here(turns + thread) : 0;
-        lane = read_here(lanes + blockIdx.z);
-        tokens = min(max(read_here(counts + blockIdx.z), 0), kMaxTokens);
-        first = read_here(firsts + blockIdx.z);
     }
+};
 
-    // Of a lane: tokens of the last round that stand.
-    __device__ __forceinline__ int before(const int *accepted) const {
-        return min(max(entry(accepted, own_accepted, lane), 0), kMaxTokens);
+// The answer. lane: -1, none; first: the row of its first token; before: tokens of the last round that stand; turn: which
+// half of the rows is read.
+struct Called {
+    int lane, tokens, first, before, turn;
+
+    __device__ __forceinline__ Called(const Asked &asked, const int *accepted, const int *turns) {
+        lane = __shfl_sync(kAll, asked.own_word, 0);
+        tokens = min(max(__shfl_sync(kAll, asked.own_word, 1), 0), kMaxTokens);
+        first = __shfl_sync(kAll, asked.own_word, 2);
+        before = min(max(entry(accepted, asked.own_accepted, lane), 0), kMaxTokens);
+        turn = entry(turns, asked.own_turn, lane) & 1;
     }
-
-    // Of a lane: which half of the rows is read.
-    __device__ __forceinline__ int turn(const int *turns) const { return entry(turns, own_turn, lane) & 1; }
 };
 
 // What a layer's weights say of it.
@@ -272,17 +277,6 @@ struct Walk {
 #pragma unroll
             for (int i = 0; i < kRowQuads; ++i) {
                 s[r][i] = stream(place + r * kQuads + i * kLanesRow);
-            }
-        }
-    }
-
-    // The same from shared memory, where the block's rows are.
-    __device__ __forceinline__ void take(const float4 *held) {
-#pragma unroll
-        for (int r = 0; r < kRowsLane; ++r) {
-#pragma unroll
-            for (int i = 0; i < kRowQuads; ++i) {
-                s[r][i] = held[(own_row + r) * kQuads + i * kLanesRow + part];
             }
         }
     }
