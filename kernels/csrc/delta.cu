@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
         walk.replay(tokens, 0, before, steps - 1);
         walk.store(place); // after the last accepted token; with none it is there already
     }
-    walk.answer(tokens, before, steps, answers, own.value_heads * kHead);
+    walk.answer(tokens, before, steps, steps - 1, answers, own.value_heads * kHead);
 }
 
 constexpr int kRun = 16;      // tokens that a warp convolves one after another

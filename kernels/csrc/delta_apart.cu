@@ -12,6 +12,9 @@ constexpr int kRowsAhead = 8; // kept rows of either half that are asked for bef
 constexpr int kSector = 8;    // floats that a cache fetches at least
 enum Meeting { kReplayed = 1, kPrepared };
 
+// Where it stands, not behind the next barrier.
+template <class T> __device__ __forceinline__ void known_here(T *&pointer) { asm volatile("" : "+l"(pointer)); }
+
 // Arguments of the kernel, as of `delta_decode`.
 struct Layer {
     const float *x, *x_a, *x_b;
@@ -72,7 +75,7 @@ struct Pair {
     float in[4];
     float4 taps;
 
-    __device__ __forceinline__ Pair(const Layer &layer, const Head &own, const Window &from) {
+    __device__ __forceinline__ void ask(const Layer &layer, const Head &own, const Window &from) {
         key.ask(from, layer.weight, own.key);
 #pragma unroll
         for (int tap = 0; tap < 4; ++tap) {
@@ -91,8 +94,12 @@ struct Pair {
 struct Gates {
     float a, b, log_rate, bias;
 
-    __device__ __forceinline__ Gates(const Layer &layer, const Head &own, const float *from_a, const float *from_b)
-        : a(read(from_a)), b(read(from_b)), log_rate(read(layer.a_log + own.head)), bias(read(layer.dt_bias + own.head)) {}
+    __device__ __forceinline__ void ask(const Layer &layer, const Head &own, const float *from_a, const float *from_b) {
+        a = read(from_a);
+        b = read(from_b);
+        log_rate = read(layer.a_log + own.head);
+        bias = read(layer.dt_bias + own.head);
+    }
 
     __device__ __forceinline__ void put(Prepared &tokens, int step, int lane) const {
         const float growth = expf(-expf(log_rate) * softplus(a + bias)), beta = sigmoid(b);
@@ -100,19 +107,6 @@ struct Gates {
             tokens.decay[step] = growth;
             tokens.strength[step] = beta;
         }
-    }
-};
-
-// Which of a token's two parts a warp prepares: with few tokens two warps share one.
-struct Share {
-    bool first, second;
-    int token; // its first
-
-    __device__ __forceinline__ Share(int warp, int warps, int tokens) {
-        const bool shared = tokens <= warps / 2;
-        first = !shared || warp % 2 == 0;
-        second = !shared || warp % 2;
-        token = shared ? warp / 2 : warp;
     }
 };
 
@@ -147,7 +141,9 @@ __device__ __forceinline__ void hold(const Layer &layer, const Asked &asked, con
         walk.load(place);
     }
     const int before = called.before, steps = before + called.tokens, stride = own.value_heads * kHead;
-    float *answers = layer.out + (called.first * own.value_heads + own.head) * kHead + own.row + walk.own_row;
+    float *answers = layer.out + (static_cast<long long>(called.first) * own.value_heads + own.head) * kHead + own.row + walk.own_row;
+    known_here(answers);
+    known_here(place);
     if (before > 0) {
         meet<kReplayed>(32 * (kWarps + kOldWarps));
         walk.fetch(tokens, 0);
@@ -157,65 +153,115 @@ __device__ __forceinline__ void hold(const Layer &layer, const Asked &asked, con
     meet<kPrepared>(32 * (kWarps + kNewWarps));
     if (before < steps) {
         walk.fetch(tokens, before);
-        walk.answer(tokens, before, steps, answers, stride);
+        walk.answer_to_the_end(tokens, before, steps, answers, stride);
     }
 }
 
+// With few tokens two warps share one.
 __device__ __forceinline__ void prepare_replayed(const Layer &layer, const Called &called, Prepared &tokens, int warp, int lane) {
     const Head own(lane);
     const float *old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
-    const Share share(warp, kOldWarps, called.before);
+    const bool shared = called.before <= kOldWarps / 2, first = !shared || warp % 2 == 0, second = !shared || warp % 2;
 #pragma unroll 1
-    for (int step = share.token; step < called.before; step += kOldWarps) {
-        if (share.first) {
-            const Pair pair(layer, own, Window(old_rows, own.width, step));
+    for (int step = shared ? warp / 2 : warp; step < called.before; step += kOldWarps) {
+        const float *kept_gates = old_rows + (kKept + step) * own.width + own.channels + own.head;
+        Pair pair;
+        Gates gates;
+        if (first) {
+            pair.ask(layer, own, Window(old_rows, own.width, step));
+        }
+        if (second) {
+            gates.ask(layer, own, kept_gates, kept_gates + own.value_heads);
+        }
+        if (first) {
             pair.put(tokens, step, layer.eps, lane);
         }
-        if (share.second) {
-            const float *gates = old_rows + (kKept + step) * own.width + own.channels + own.head;
-            const Gates own_gates(layer, own, gates, gates + own.value_heads);
-            own_gates.put(tokens, step, lane);
+        if (second) {
+            gates.put(tokens, step, lane);
         }
     }
     meet<kReplayed>(32 * (kWarps + kOldWarps));
 }
 
-__device__ __forceinline__ void prepare_new(const Layer &layer, const Called &called, Prepared &tokens, int warp, int lane) {
-    const Head own(lane);
-    const float *old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
-    float *new_rows = rows_of(layer.rows, called.turn + 1, layer.all_lanes, called.lane, own.width);
-    const Share share(warp, kNewWarps, called.tokens);
-#pragma unroll 1
-    for (int token = share.token; token < called.tokens; token += kNewWarps) {
-        const int step = called.before + token, row = (called.first + token) * layer.x_stride + own.head;
-        const Window from(layer, old_rows, own.width, called, token);
-        float *to = new_rows + (kKept + token) * own.width;
-        if (share.first) {
-            const Pair pair(layer, own, from);
-            pair.put(tokens, step, layer.eps, lane);
-            if (own.keeps) {
-                write(reinterpret_cast<float4 *>(to + own.key), pair.key.in[3]);
-            }
-            write(to + own.value, pair.in[3]);
+// This round's tokens.
+struct Fresh {
+    const Layer &layer;
+    const Called &called;
+    const Head own;
+    const float *old_rows;
+    float *new_rows;
+    int lane;
+
+    __device__ __forceinline__ Fresh(const Layer &layer, const Called &called, int lane)
+        : layer(layer), called(called), own(lane), lane(lane) {
+        old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
+        new_rows = rows_of(layer.rows, called.turn + 1, layer.all_lanes, called.lane, own.width);
+    }
+
+    __device__ __forceinline__ Window window(int token) const { return Window(layer, old_rows, own.width, called, token); }
+    __device__ __forceinline__ float *kept(int token) const { return new_rows + (kKept + token) * own.width; }
+
+    __device__ __forceinline__ void ask(Gates &gates, int token) const {
+        const int row = (called.first + token) * layer.x_stride + own.head;
+        gates.ask(layer, own, layer.x_a + row, layer.x_b + row);
+    }
+
+    __device__ __forceinline__ void put(const Pair &pair, Prepared &tokens, int token) const {
+        pair.put(tokens, called.before + token, layer.eps, lane);
+        if (own.keeps) {
+            write(reinterpret_cast<float4 *>(kept(token) + own.key), pair.key.in[3]);
         }
-        if (share.second) {
+        write(kept(token) + own.value, pair.in[3]);
+    }
+
+    __device__ __forceinline__ void put(const Channels &query, const Gates &gates, Prepared &tokens, int token) const {
+        tokens.queries[called.before + token][lane] = query.prepared(layer.eps, kQueryScale);
+        gates.put(tokens, called.before + token, lane);
+        if (own.keeps) {
+            write(reinterpret_cast<float4 *>(kept(token) + own.query), query.in[3]);
+        }
+        if (lane == 0 && own.first) {
+            float *to = kept(token) + own.channels + own.head;
+            write(to, gates.a);
+            write(to + own.value_heads, gates.b);
+        }
+    }
+};
+
+// A warp a token, all of it asked for at once; with few tokens two warps share one.
+__device__ __forceinline__ void prepare_new(const Layer &layer, const Called &called, Prepared &tokens, int warp, int lane) {
+    const Fresh fresh(layer, called, lane);
+    const Head &own = fresh.own;
+    if (called.tokens > kNewWarps / 2) {
+#pragma unroll 1
+        for (int token = warp; token < called.tokens; token += kNewWarps) {
+            const Window window = fresh.window(token);
+            Pair pair;
             Channels query;
-            query.ask(from, layer.weight, own.query);
-            const Gates gates(layer, own, layer.x_a + row, layer.x_b + row);
-            tokens.queries[step][lane] = query.prepared(layer.eps, kQueryScale);
-            gates.put(tokens, step, lane);
-            if (own.keeps) {
-                write(reinterpret_cast<float4 *>(to + own.query), query.in[3]);
-            }
-            if (lane == 0 && own.first) {
-                write(to + own.channels + own.head, gates.a);
-                write(to + own.channels + own.head + own.value_heads, gates.b);
-            }
+            Gates gates;
+            pair.ask(layer, own, window);
+            query.ask(window, layer.weight, own.query);
+            fresh.ask(gates, token);
+            fresh.put(pair, tokens, token);
+            fresh.put(query, gates, tokens, token);
+        }
+    } else if (const int token = warp / 2; token < called.tokens) {
+        const Window window = fresh.window(token);
+        if (warp % 2 == 0) {
+            Pair pair;
+            pair.ask(layer, own, window);
+            fresh.put(pair, tokens, token);
+        } else {
+            Channels query;
+            Gates gates;
+            query.ask(window, layer.weight, own.query);
+            fresh.ask(gates, token);
+            fresh.put(query, gates, tokens, token);
         }
     }
     meet<kPrepared>(32 * (kWarps + kNewWarps));
-    const Inputs inputs = {layer.x, layer.x_a, layer.x_b, old_rows, layer.x_stride, called.first, called.before};
-    keep_last(new_rows, inputs, own, warp);
+    const Inputs inputs = {layer.x, layer.x_a, layer.x_b, fresh.old_rows, layer.x_stride, called.first, called.before};
+    keep_last(fresh.new_rows, inputs, own, warp);
 }
 
 // Arguments as of `delta_decode`. The next launch may begin once this one has waited, and must not be of the same layer: nothing

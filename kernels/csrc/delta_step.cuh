@@ -94,6 +94,25 @@ __device__ __forceinline__ void pass(OwnRows &s, const float4 (&key)[kRowQuads],
     }
 }
 
+// What `pass` answers, of rows that nobody needs afterwards.
+__device__ __forceinline__ void answer_only(const OwnRows &s, const float4 (&key)[kRowQuads], const float *value, float growth,
+                                            float beta, float (&answers)[kRowsLane], const float4 (&query)[kRowQuads]) {
+    float sums[kRowsLane], asked[kRowsLane + 1];
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+        sums[r] = part_of_product(s[r], key);
+        asked[r] = part_of_product(s[r], query);
+    }
+    asked[kRowsLane] = part_of_product(key, query);
+    row_sums(sums);
+    row_sums(asked);
+#pragma unroll
+    for (int r = 0; r < kRowsLane; ++r) {
+        const float update = beta * fmaf(-growth, sums[r], value[r]);
+        answers[r] = fmaf(update, asked[kRowsLane], __fmul_rn(growth, asked[r]));
+    }
+}
+
 // Four channels next to one another, after the convolution: taps[j] are those of channel j.
 __device__ __forceinline__ float4 convolved_four(const float4 (&in)[4], const float4 (&taps)[4]) {
     return {convolved(in[0].x, in[1].x, in[2].x, in[3].x, taps[0]),
@@ -306,19 +325,34 @@ struct Walk {
         }
     }
 
-    // Steps begin .. end - 1; the answers of step s go to out + (s - begin) * stride.
-    __device__ __forceinline__ void answer(const Prepared &tokens, int begin, int end, float *out, int stride) {
+    // Steps begin .. end - 1; the answers of step s go to out + (s - begin) * stride. Step `last` is the last there is.
+    __device__ __forceinline__ void answer(const Prepared &tokens, int begin, int end, int last, float *out, int stride) {
 #pragma unroll 1
         for (int step = begin; step < end; ++step) {
             float4 query[kRowQuads];
             float answers[kRowsLane];
             take_part(query, tokens.queries[step], part);
             pass(s, key, &tokens.values[step][own_row], growth, tokens.strength[step], answers, query);
-            fetch(tokens, min(step + 1, end - 1));
-            if (part == 0) {
-                write(reinterpret_cast<float2 *>(out), float2{answers[0], answers[1]});
-            }
+            fetch(tokens, min(step + 1, last));
+            keep(answers, out);
             out += stride;
+        }
+    }
+
+    // The same, and the rows are of no use afterwards: the last step leaves them as they were.
+    __device__ __forceinline__ void answer_to_the_end(const Prepared &tokens, int begin, int end, float *out, int stride) {
+        const int last = end - 1;
+        answer(tokens, begin, last, last, out, stride);
+        float4 query[kRowQuads];
+        float answers[kRowsLane];
+        take_part(query, tokens.queries[last], part);
+        answer_only(s, key, &tokens.values[last][own_row], growth, tokens.strength[last], answers, query);
+        keep(answers, out + static_cast<long long>(last - begin) * stride);
+    }
+
+    __device__ __forceinline__ void keep(const float (&answers)[kRowsLane], float *out) const {
+        if (part == 0) {
+            write(reinterpret_cast<float2 *>(out), float2{answers[0], answers[1]});
         }
     }
 };
