@@ -1,9 +1,9 @@
 // The decoding kernel of the gated delta rule where launches overlap (sm_90 and newer), as delta.cu has it and with its bits, by
 // three kinds of warps: those that hold the state, those that prepare what is replayed, and those that prepare this round's
-// tokens, which alone wait for the launch before. A warp's scoreboards do not tell one load from another, so none asks for
-// things that come at different times. docs/kernels/delta.md.
+// tokens, which alone wait for the launch before. A warp's scoreboards do not tell one load from another, so what comes at
+// different times is asked for by different warps. docs/kernels/delta.md.
 #if __CUDA_ARCH__ >= 900
-#include "delta_step.cuh"
+#include "delta_parts.cuh"
 #include "shared.cuh"
 
 constexpr int kOldWarps = 4, kNewWarps = 4; // that prepare replayed tokens, and this round's
@@ -15,123 +15,37 @@ enum Meeting { kReplayed = 1, kPrepared };
 // Where it stands, not behind the next barrier.
 template <class T> __device__ __forceinline__ void known_here(T *&pointer) { asm volatile("" : "+l"(pointer)); }
 
-// Arguments of the kernel, as of `delta_decode`.
-struct Layer {
-    const float *x, *x_a, *x_b;
-    int x_stride;
-    const float *weight, *a_log, *dt_bias;
-    float *rows, *state;
-    int all_lanes;
-    float *out, eps;
-};
-
-// Four rows next to one another that a convolution takes.
-struct Window {
-    const float *rows[4];
-
-    // Of replayed token `step`.
-    __device__ __forceinline__ Window(const float *old_rows, int width, int step) {
-#pragma unroll
-        for (int tap = 0; tap < 4; ++tap) {
-            rows[tap] = old_rows + (step + tap) * width;
-        }
-    }
-
-    // Of token `token` of this round, behind `before` that are kept.
-    __device__ __forceinline__ Window(const Layer &layer, const float *old_rows, int width, const Called &called, int token) {
-#pragma unroll
-        for (int tap = 0; tap < 4; ++tap) {
-            const int row = token + tap - kKept;
-            rows[tap] = row < 0 ? old_rows + (called.before + token + tap) * width : layer.x + (called.first + row) * layer.x_stride;
-        }
-    }
-};
-
-// Four channels a lane, to be convolved.
-struct Channels {
-    float4 in[4], taps[4];
-
-    __device__ __forceinline__ void ask(const Window &from, const float *weight, int channel) {
-#pragma unroll
-        for (int tap = 0; tap < 4; ++tap) {
-            in[tap] = read(reinterpret_cast<const float4 *>(from.rows[tap] + channel));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            taps[i] = read(reinterpret_cast<const float4 *>(weight) + channel + i);
-        }
-    }
-
-    // Of length `length`.
-    __device__ __forceinline__ float4 prepared(float eps, float length) const {
-        const float4 y = convolved_four(in, taps);
-        return scaled(y, length * fast_inverse_root(warp_sum(dot(y, y)) + eps));
-    }
-};
-
-// A key and a value.
-struct Pair {
-    Channels key;
-    float in[4];
-    float4 taps;
-
-    __device__ __forceinline__ void ask(const Layer &layer, const Head &own, const Window &from) {
-        key.ask(from, layer.weight, own.key);
-#pragma unroll
-        for (int tap = 0; tap < 4; ++tap) {
-            in[tap] = read(from.rows[tap] + own.value);
-        }
-        taps = read(reinterpret_cast<const float4 *>(layer.weight) + own.value);
-    }
-
-    __device__ __forceinline__ void put(Prepared &tokens, int step, float eps, int lane) const {
-        tokens.keys[step][lane] = key.prepared(eps, 1.0f);
-        tokens.values[step][lane] = convolved(in[0], in[1], in[2], in[3], taps);
-    }
-};
-
-// A token's gates.
-struct Gates {
-    float a, b, log_rate, bias;
-
-    __device__ __forceinline__ void ask(const Layer &layer, const Head &own, const float *from_a, const float *from_b) {
-        a = read(from_a);
-        b = read(from_b);
-        log_rate = read(layer.a_log + own.head);
-        bias = read(layer.dt_bias + own.head);
-    }
-
-    __device__ __forceinline__ void put(Prepared &tokens, int step, int lane) const {
-        const float growth = expf(-expf(log_rate) * softplus(a + bias)), beta = sigmoid(b);
-        if (lane == 0) {
-            tokens.decay[step] = growth;
-            tokens.strength[step] = beta;
-        }
-    }
-};
-
-// Where a kept row is, of a block's channels: those that blocks of one head ask for, a sector a lane.
+// Asks for what a block reads of a kept row, as a hint: a sector a lane.
 __device__ __forceinline__ void ask_for_row(const float *row, const Head &own, int lane) {
-    const int half = lane % 16 * kSector;
-    prefetch(row + (lane < 16 ? own.key : own.query) - 4 * lane + half);
+    const int query = own.query - 4 * lane, key = own.key - 4 * lane, value = own.value - lane; // the first of them
+    prefetch(row + (lane < 16 ? key : query) + lane % 16 * kSector);
     if (lane < 6) {
-        prefetch(row + (lane < 4 ? own.value - lane + kSector * lane : own.channels + own.head + (lane - 4) * own.value_heads));
+        prefetch(row + (lane < 4 ? value + lane * kSector : own.channels + own.head + (lane - 4) * own.value_heads));
     }
 }
 
-__device__ __forceinline__ void hold(const Layer &layer, const Asked &asked, const int *accepted, const int *turns,
-                                     Prepared &tokens, int warp, int lane) {
+// What a round says of its sequences.
+struct Tables {
+    const int *lanes, *accepted, *turns, *counts, *firsts;
+
+    __device__ __forceinline__ Asked asked(int all_lanes, int lane) const {
+        return Asked(all_lanes, lanes, accepted, turns, counts, firsts, lane);
+    }
+};
+
+__device__ __forceinline__ void hold(const Layer &layer, const Tables &tables, Prepared &tokens, int warp, int lane) {
     const Head own(lane);
     Walk walk(threadIdx.x);
     // Sequence s is mostly lane s; if it is another, the right state is read in place of the guessed one.
     const int guess = min(static_cast<int>(blockIdx.z), layer.all_lanes - 1);
     walk.load(walk.place(layer.state, own, guess));
+    const Asked asked = tables.asked(layer.all_lanes, lane);
 #pragma unroll 1
     for (int row = warp; row < 2 * kRowsAhead; row += kWarps) {
         const float *half = rows_of(layer.rows, row / kRowsAhead, layer.all_lanes, guess, own.width);
         ask_for_row(half + row % kRowsAhead * own.width, own, lane);
     }
-    const Called called(asked, accepted, turns);
+    const Called called(asked, tables.accepted, tables.turns);
     if (called.lane < 0) {
         take_over();
         return;
@@ -157,26 +71,32 @@ __device__ __forceinline__ void hold(const Layer &layer, const Asked &asked, con
     }
 }
 
-// With few tokens two warps share one.
+// A warp a token; with few tokens two warps share one.
 __device__ __forceinline__ void prepare_replayed(const Layer &layer, const Called &called, Prepared &tokens, int warp, int lane) {
     const Head own(lane);
     const float *old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
-    const bool shared = called.before <= kOldWarps / 2, first = !shared || warp % 2 == 0, second = !shared || warp % 2;
+    const auto ask_gates = [&](Gates &gates, int step) {
+        const float *kept = old_rows + (kKept + step) * own.width + own.channels + own.head;
+        gates.ask(layer, own, kept, kept + own.value_heads);
+    };
+    if (called.before > kOldWarps / 2) {
 #pragma unroll 1
-    for (int step = shared ? warp / 2 : warp; step < called.before; step += kOldWarps) {
-        const float *kept_gates = old_rows + (kKept + step) * own.width + own.channels + own.head;
-        Pair pair;
-        Gates gates;
-        if (first) {
+        for (int step = warp; step < called.before; step += kOldWarps) {
+            Pair pair;
+            Gates gates;
             pair.ask(layer, own, Window(old_rows, own.width, step));
-        }
-        if (second) {
-            gates.ask(layer, own, kept_gates, kept_gates + own.value_heads);
-        }
-        if (first) {
+            ask_gates(gates, step);
             pair.put(tokens, step, layer.eps, lane);
+            gates.put(tokens, step, lane);
         }
-        if (second) {
+    } else if (const int step = warp / 2; step < called.before) {
+        if (warp % 2 == 0) {
+            Pair pair;
+            pair.ask(layer, own, Window(old_rows, own.width, step));
+            pair.put(tokens, step, layer.eps, lane);
+        } else {
+            Gates gates;
+            ask_gates(gates, step);
             gates.put(tokens, step, lane);
         }
     }
@@ -274,12 +194,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     __shared__ Prepared tokens;
     const Layer layer = {x, x_a, x_b, x_stride, weight, a_log, dt_bias, rows, state, all_lanes, out, eps};
     const int lane = threadIdx.x % 32, warp = __shfl_sync(kAll, static_cast<int>(threadIdx.x) / 32, 0); // for all lanes
-    const Asked asked(all_lanes, lanes, accepted, turns, counts, firsts, lane);
+    const Tables tables = {lanes, accepted, turns, counts, firsts};
     if (warp < kWarps) {
-        hold(layer, asked, accepted, turns, tokens, warp, lane);
+        hold(layer, tables, tokens, warp, lane);
         return;
     }
-    const Called called(asked, accepted, turns);
+    const Called called(tables.asked(all_lanes, lane), accepted, turns);
     if (called.lane < 0) {
         take_over();
     } else if (warp < kWarps + kOldWarps) {

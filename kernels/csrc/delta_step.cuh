@@ -2,6 +2,7 @@
 // block holds. One piece of code for every form of the decoding kernel, so that the bits are the same.
 #pragma once
 #include "delta.cuh"
+#include "delta_called.cuh"
 
 constexpr int kSteps = 2 * kMaxTokens; // accepted tokens of the last round, then those of this one
 constexpr int kLanesRow = 8;           // lanes that share a row of the state
@@ -141,39 +142,6 @@ struct Head {
         value = (2 * key_heads + head) * kHead + row + lane;
         first = part == 0;
         keeps = blockIdx.x == 0;
-    }
-};
-
-// Entry `index` of a table that a warp has read side by side with what told it the index: one wait in place of two.
-__device__ __forceinline__ int entry(const int *table, int own, int index) {
-    return index < 32 ? __shfl_sync(kAll, own, max(index, 0)) : read(table + index);
-}
-
-// What a round says of a sequence, asked for by a warp: a word a thread. So it is known at once, after one wait; of single
-// loads the compiler sinks those that a branch may do without behind it, for a second one.
-struct Asked {
-    int own_word, own_accepted, own_turn;
-
-    __device__ __forceinline__ Asked(int all_lanes, const int *lanes, const int *accepted, const int *turns,
-                                     const int *counts, const int *firsts, int thread) {
-        const int *table = thread == 0 ? lanes : thread == 1 ? counts : firsts;
-        own_word = read_here(table + blockIdx.z);
-        own_accepted = thread < all_lanes ? read_here(accepted + thread) : 0;
-        own_turn = thread < all_lanes ? read_here(turns + thread) : 0;
-    }
-};
-
-// The answer. lane: -1, none; first: the row of its first token; before: tokens of the last round that stand; turn: which
-// half of the rows is read.
-struct Called {
-    int lane, tokens, first, before, turn;
-
-    __device__ __forceinline__ Called(const Asked &asked, const int *accepted, const int *turns) {
-        lane = __shfl_sync(kAll, asked.own_word, 0);
-        tokens = min(max(__shfl_sync(kAll, asked.own_word, 1), 0), kMaxTokens);
-        first = __shfl_sync(kAll, asked.own_word, 2);
-        before = min(max(entry(accepted, asked.own_accepted, lane), 0), kMaxTokens);
-        turn = entry(turns, asked.own_turn, lane) & 1;
     }
 };
 

@@ -147,6 +147,26 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
     assert [len(run) for run in runs[:8]] == [5, 4, 5, 4, 4, 3, 4, 3] and runs[:8] == runs[8:16]
 
 
+def test_the_delta_rule_is_measured_with_lanes_too(monkeypatch):
+    monkeypatch.setattr(kernel_families, "POOL_BYTES", 1)
+    *rounds, prompt = kernel_families.delta(torch.device("cpu"))
+    names = [
+        f"decode, {lanes}{n} tokens and {n} replayed"
+        for lanes in ("", "2 lanes, each ", "4 lanes, each ")
+        for n in (1, 4)
+    ]
+    assert [one.name for one in rounds] == names
+    assert [one.nbytes // rounds[index % 2].nbytes for index, one in enumerate(rounds)] == [1, 1, 2, 2, 4, 4]
+    batch, state = rounds[5].launches[0].args[-1], rounds[5].launches[0].args[4]
+    assert (
+        batch.lanes.tolist() == [0, 1, 2, 3]
+        and batch.counts.tolist() == [4] * 4
+        and batch.firsts.tolist() == [0, 4, 8, 12]
+    )
+    assert state.state.shape[0] == 4 and rounds[5].launches[0].args[0].shape[0] == 16
+    assert prompt.name == "prefill, 2,048 tokens, chunked"
+
+
 def test_families_overlap_if_asked(monkeypatch, capsys):
     one = kernel_families.Measurement("decode", 10**6, [int])
     monkeypatch.setitem(kernel_families.FAMILIES, "delta", lambda device: iter([one]))

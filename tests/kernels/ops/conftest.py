@@ -23,7 +23,6 @@ REPLACED = (
     "ampere.cuh",
     "warp_product.cuh",
     "shared.cuh",
-    "bulk.cuh",
     "cluster.cuh",
 )  # their instructions are the emulator's
 LINK = Path(__file__).with_name("link.hpp")  # in place of link.cuh

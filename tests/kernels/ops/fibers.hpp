@@ -359,31 +359,6 @@ template <int pending> void wait_copies() {
     }
 }
 
-// A piece that has landed when it is waited for; until then there is NaN. As on a card, a wait for the parity before the one
-// under way returns at once.
-struct Landing { void *to; const char *from; unsigned bytes, landed; bool ordered; };
-inline void expect_landings(Landing *landing) { *landing = {}; }
-inline void copy_bulk(void *to, const void *from, unsigned bytes, Landing *landing) {
-    stray += landing->ordered || reinterpret_cast<uintptr_t>(to) % 16 != 0 || bytes % 16 != 0;
-    std::memset(to, 0xFF, bytes);
-    *landing = {to, static_cast<const char *>(from), bytes, landing->landed, true};
-}
-inline void await_landing(Landing *landing, unsigned parity) {
-    if (landing->landed % 2 != parity) {
-        return;
-    }
-    if (!landing->ordered) {
-        ++stray; // nobody has ordered it: a card would wait for ever, or see it too early
-        return;
-    }
-    for (unsigned i = 0; i < landing->bytes; i += 16) {
-        const uint4 piece = read(reinterpret_cast<const uint4 *>(landing->from + i));
-        std::memcpy(static_cast<char *>(landing->to) + i, &piece, 16);
-    }
-    ++landing->landed;
-    landing->ordered = false;
-}
-
 // A cluster runs as one block of all its threads. What they call shared memory is one piece, so only what every block of a
 // cluster holds alike may lie there: what a block tells another, they all are told.
 static int cluster = 1;

@@ -1,5 +1,7 @@
 """The gated delta rule for decoding, emulated and on a GPU, against float64 and against itself."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -195,6 +197,24 @@ def test_both_forms_give_the_same_bits(kind, emulated, monkeypatch):
             found.append((*outs, memory.state, memory.rows))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
+
+
+def test_kept_rows_are_asked_for_before_it_is_known_which(emulated, monkeypatch):
+    """Of both halves, what a block reads of them: hints, which the emulator holds to what is allocated."""
+    device = next(place("hopper", emulated, monkeypatch))
+    layer = Layer(device, 1, 3)
+    memory, progress = layer.memory(lanes=2)
+    step(layer, (memory, progress), slice(0, 4))
+    library, found = emulated(delta.APART_SOURCE, "hopper")._library, (ctypes.c_uint64 * 16384)()
+    sectors = {address // 32 for address in found[: library.prefetched(found, len(found))]}
+    channels, width = layer.weights.channels, memory.rows.shape[-1]
+    for half in memory.rows[:, 0]:
+        first = half.data_ptr() // 32
+        read = {first + (row * width + channel) // 8 for row in range(8) for channel in range(channels + 6)}
+        assert read <= sectors
+    assert {address // 32 for address in (memory.rows[0, 1].data_ptr(), memory.rows[1, 1].data_ptr())}.isdisjoint(
+        sectors
+    )
 
 
 @pytest.mark.parametrize("cuts", [(70,), (1, 2, 67), (64, 6), (16, 17, 37)], ids=str)
