@@ -276,6 +276,7 @@ template <class Weight, int kTiles, int kMore = 0> __device__ __forceinline__ vo
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#include "linear_pair_pass.cuh"
 #include "linear_pass.cuh"
 #include "linear_slices_run.cuh"
 #endif
@@ -299,6 +300,10 @@ template <class Weight, int kTiles, int kMore = 0> __device__ __forceinline__ vo
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_pass_8(                                 \
         const __grid_constant__ Task task) {                                                                           \
         run_pass<Fp4Lane, 3>(task);                                                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_pairs_8(                                \
+        const __grid_constant__ Task task) {                                                                           \
+        run_pair_pass<Fp4Lane, 2, 3>(task);                                                                            \
     }
 #define SLICED(tokens, tiles) LINEAR(linear_nvfp4_sliced_##tokens, (run<Sliced<Fp4Lane>, tiles>), kBlocks[tiles - 1])
 #else
