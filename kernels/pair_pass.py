@@ -13,14 +13,16 @@ KERNEL = "linear_nvfp4_pairs_8"
 _PAIRS = 2  # of bands of a block
 _OUTPUTS = 2  # of a unit, each a row of gate and of up
 _UNITS = BAND // _OUTPUTS  # of a pair
-_WARP_BYTES = 4 * 4 * (256 + 32) + 2 * 512 + 4 * 96  # four bands' tiles, two sets of scales, a unit
+_WARP_BYTES = 4 * 4 * (256 + 32) + 2 * 512 + 4 * 64  # four bands' tiles, two sets of scales, a unit
 SHARED_BYTES = SLICES * _WARP_BYTES
+_MOST_BYTES = 2**32  # of a matrix: addresses are told from its beginning
 
 
 def goes(filled: Task, blocks: int) -> bool:
     """Whether a launch in slices may go in one pass of so many blocks."""
     left = filled.items - _PAIRS * blocks
-    return filled.epilogue == SWIGLU and 0 <= left * _UNITS <= blocks
+    small = filled.items * filled.groups * BAND * 8 < _MOST_BYTES
+    return filled.epilogue == SWIGLU and small and 0 <= left * _UNITS <= blocks
 
 
 def cut(filled: Task, blocks: int) -> int:
