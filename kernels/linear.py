@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import one_pass, reference, slices
+from . import one_pass, pair_pass, reference, slices
 from .module import Module, block_shared_bytes, load, multiprocessor_shared_bytes
 from .task import FLOAT, HALF, MATRICES, SWIGLU, Task, halve, task
 from .tuning import HALF_BAND, PAIR_BLOCKS, SLICED, Choice, choice, multiprocessors, spread
@@ -195,6 +195,8 @@ def _launch(x: Tensor, kernel: str, way: str, filled: Task) -> None:
         blocks = multiprocessors(device)
         if way == _ONE_PASS:
             name, shared_bytes = one_pass.KERNEL, one_pass.cut(filled, blocks)
+        elif pair_pass.goes(filled, blocks):
+            name, shared_bytes = pair_pass.KERNEL, pair_pass.cut(filled, blocks)
         else:
             name, shared_bytes = slices.KERNEL, slices.cut(filled, blocks, block_shared_bytes(device))
         module.launch(name, blocks, slices.THREADS, (filled,), shared_bytes, overlap=True)

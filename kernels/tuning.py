@@ -75,7 +75,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nvfp4 or fp8 on sm_80 and newer: 32, a band; 16, half of one; 0, whichever `rows_of` expects to end sooner. `ablate`:
     what is left out to see what the rest costs, with wrong results.
     `slices`: matrices whose columns suit it go in slices of K (kernels/slices.py), those whose shape suits it in one pass
-    (kernels/one_pass.py), where rings, rows and blocks are their own; off, they go as the others do, with other bits.
+    (kernels/one_pass.py; gate and up: kernels/pair_pass.py), where rings, rows and blocks are their own; off, they go as the
+    others do, with other bits.
     `asked`: megabytes of the next product's weights that an exchange asks for into the second-level cache; None: half of it, at
     most 16; 0: none.
     `early`: what lets the next launch of a round begin before it has ended, beside what always does (docs/kernels.md).

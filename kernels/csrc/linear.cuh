@@ -276,6 +276,7 @@ template <class Weight, int kTiles, int kMore = 0> __device__ __forceinline__ vo
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#include "linear_pair_pass.cuh"
 #include "linear_pass.cuh"
 #include "linear_slices_run.cuh"
 #endif
@@ -290,7 +291,7 @@ template <class Weight, int kTiles, int kMore = 0> __device__ __forceinline__ vo
     LINEAR(linear_fp8_halves_##tokens, (run_halves<Fp8Lane, tiles>), kHalfBlocks[tiles - 1])
 // Half bands of up to eight tokens where few blocks share a multiprocessor (`DEEP` in kernels/tuning.py).
 #define DEEP LINEAR(linear_fp8_deep_8, (run_halves<Fp8Lane, 1, 1>), kHalfBlocks[0])
-// Launches in slices of K (kernels/slices.py, kernels/one_pass.py): up to eight tokens, and more.
+// Launches in slices of K (kernels/slices.py, kernels/one_pass.py, kernels/pair_pass.py): up to eight tokens, and more.
 #define SLICES                                                                                                         \
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_slices_8(                               \
         const __grid_constant__ Task task) {                                                                           \
@@ -299,6 +300,10 @@ template <class Weight, int kTiles, int kMore = 0> __device__ __forceinline__ vo
     extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_pass_8(                                 \
         const __grid_constant__ Task task) {                                                                           \
         run_pass<Fp4Lane, 3>(task);                                                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kSlices * 32, 1) linear_nvfp4_pairs_8(                                \
+        const __grid_constant__ Task task) {                                                                           \
+        run_pair_pass<Fp4Lane>(task);                                                                                  \
     }
 #define SLICED(tokens, tiles) LINEAR(linear_nvfp4_sliced_##tokens, (run<Sliced<Fp4Lane>, tiles>), kBlocks[tiles - 1])
 #else

@@ -166,5 +166,5 @@ def test_no_kernel_is_left_out(host_kernels, request):
     if request.node.callspec.params["host_kernels"] != "volta":
         names += [f"linear_{name}_halves_{tokens}" for name in ("nvfp4", "fp8") for tokens in (8, 16, 24)]
         names += [f"linear_nvfp4_sliced_{tokens}" for tokens in (16, 24)]
-        names += ["linear_fp8_deep_8", "linear_nvfp4_slices_8", "linear_nvfp4_pass_8"]
+        names += ["linear_fp8_deep_8", "linear_nvfp4_slices_8", "linear_nvfp4_pass_8", "linear_nvfp4_pairs_8"]
     assert all(ctypes.cast(getattr(host_kernels, name), ctypes.c_void_p).value for name in names)

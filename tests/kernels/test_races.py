@@ -18,6 +18,7 @@ CASES = {
     "slices": ("test_slices.py", "every_count_grid_and_round"),
     "slices of gate and up": ("test_slices.py", "gate_and_up"),
     "one pass": ("test_one_pass.py", ""),
+    "one pass of gate and up": ("test_pair_pass.py", "bits_of_bands and unit"),
     "bands and halves": ("test_every_linear.py", "(bands-half-8 or bands-nvfp4-9 or halves-nvfp4-8 or deep-fp8-8)"),
 }
 
