@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 3)
     __syncwarp(); // what tells where the rows are is there before the state is asked for: waits for later loads include it
     walk.load(place);
     const Taps taps(own, weight, a_log, dt_bias);
-    const Inputs inputs = {x, x_a, x_b, rows_of(rows, turn, all_lanes, called.lane, own.width), x_stride, called.first, before};
-    float *new_rows = rows_of(rows, turn + 1, all_lanes, called.lane, own.width);
+    const Inputs inputs = {x, x_a, x_b, called_rows(rows, turn, all_lanes, called.lane, own.width), x_stride, called.first, before};
+    float *new_rows = called_rows(rows, turn + 1, all_lanes, called.lane, own.width);
     float *answers = out + (static_cast<size_t>(called.first) * own.value_heads + own.head) * kHead + own.row + walk.own_row;
 
 #pragma unroll 1

@@ -18,7 +18,7 @@ __device__ __forceinline__ int row_width(int channels, int value_heads) { return
 
 // The rows of a lane's history: half `turn` of `rows`, FP32 [2, all_lanes, kRowsKept, width].
 template <class T> __device__ __forceinline__ T *rows_of(T *rows, int turn, int all_lanes, int lane, int width) {
-    return rows + static_cast<long long>((turn & 1) * all_lanes + lane) * (kRowsKept * width);
+    return rows + (static_cast<size_t>(turn & 1) * all_lanes + lane) * kRowsKept * width;
 }
 
 // After a prompt's chunk of `tokens` tokens: its last inputs become the history. The threads of a grid share the channels.

@@ -17,10 +17,10 @@ template <class T> __device__ __forceinline__ void known_here(T *&pointer) { asm
 
 // Asks for what a block reads of a kept row, as a hint: a sector a lane.
 __device__ __forceinline__ void ask_for_row(const float *row, const Head &own, int lane) {
-    const int query = own.query - 4 * lane, key = own.key - 4 * lane, value = own.value - lane; // the first of them
-    prefetch(row + (lane < 16 ? key : query) + lane % 16 * kSector);
+    const int sector = lane % 16 * kSector; // of the keys, or of the queries
+    prefetch(row + (lane < 16 ? own.key : own.query) - 4 * lane + sector);
     if (lane < 6) {
-        prefetch(row + (lane < 4 ? value + lane * kSector : own.channels + own.head + (lane - 4) * own.value_heads));
+        prefetch(row + (lane < 4 ? own.value - lane + kSector * lane : own.channels + own.head + (lane - 4) * own.value_heads));
     }
 }
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void hold(const Layer &layer, const Tables &tables, P
     const Asked asked = tables.asked(layer.all_lanes, lane);
 #pragma unroll 1
     for (int row = warp; row < 2 * kRowsAhead; row += kWarps) {
-        const float *half = rows_of(layer.rows, row / kRowsAhead, layer.all_lanes, guess, own.width);
+        const float *half = called_rows(layer.rows, row / kRowsAhead, layer.all_lanes, guess, own.width);
         ask_for_row(half + row % kRowsAhead * own.width, own, lane);
     }
     const Called called(asked, tables.accepted, tables.turns);
@@ -74,7 +74,7 @@ __device__ __forceinline__ void hold(const Layer &layer, const Tables &tables, P
 // A warp a token; with few tokens two warps share one.
 __device__ __forceinline__ void prepare_replayed(const Layer &layer, const Called &called, Prepared &tokens, int warp, int lane) {
     const Head own(lane);
-    const float *old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
+    const float *old_rows = called_rows(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
     const auto ask_gates = [&](Gates &gates, int step) {
         const float *kept = old_rows + (kKept + step) * own.width + own.channels + own.head;
         gates.ask(layer, own, kept, kept + own.value_heads);
@@ -114,8 +114,8 @@ struct Fresh {
 
     __device__ __forceinline__ Fresh(const Layer &layer, const Called &called, int lane)
         : layer(layer), called(called), own(lane), lane(lane) {
-        old_rows = rows_of(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
-        new_rows = rows_of(layer.rows, called.turn + 1, layer.all_lanes, called.lane, own.width);
+        old_rows = called_rows(layer.rows, called.turn, layer.all_lanes, called.lane, own.width);
+        new_rows = called_rows(layer.rows, called.turn + 1, layer.all_lanes, called.lane, own.width);
     }
 
     __device__ __forceinline__ Window window(int token) const { return Window(layer, old_rows, own.width, called, token); }

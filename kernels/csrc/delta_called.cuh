@@ -34,3 +34,8 @@ struct Called {
         turn = entry(turns, asked.own_turn, lane) & 1;
     }
 };
+
+// As `rows_of`, by one wide product: it lies between what a round says and the first row.
+template <class T> __device__ __forceinline__ T *called_rows(T *rows, int turn, int all_lanes, int lane, int width) {
+    return rows + static_cast<long long>((turn & 1) * all_lanes + lane) * (kRowsKept * width);
+}
