@@ -12,9 +12,10 @@ from ..checkpoint.errors import InputError
 from ..kernels.module import arches_for
 from ..kernels.tuning import choice, using
 from ..perf.kernel_families import FAMILIES, FamilyRow, measure_families
-from ..perf.kernels import CASES, ROUTES, Case, PrefillRow, Row, loadable, measure, measure_prefill, the_device
+from ..perf.kernels import CASES, Case, Row, loadable, measure, the_device
 from ..perf.machine import machine_of
 from ..perf.prompt_layers import LayerRow, measure_layers
+from ..perf.prompt_linears import MORE, PREFILL, ROUTES, PrefillRow, measure_prefill
 from .numbers import whole
 from .reads import ALWAYS, Reads, given, without
 
@@ -23,6 +24,7 @@ EXAMPLE = """examples:
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
   duovolt bench kernels --tokens 1 4 --rows 32 16 auto --overlap
   duovolt bench kernels --prefill 25 64 256 2048 --route narrow wide beside
+  duovolt bench kernels --prefill 2048 4096 --route narrow ahead
   duovolt bench kernels --prefill 512 2048 --layers --route narrow ahead
   duovolt bench kernels --family attention delta --overlap
 
@@ -70,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=ROUTES,
         help="with --prefill, ways to take: the card's own; decode linear and dequantised weights; the wide linear; "
-        "dequantising beside the vendor's product; the next linears' beside this one's, with --layers (default: chosen)",
+        "dequantising beside the vendor's product; the next linears' beside this one's (default: chosen)",
     )
     parser.add_argument(
         "--layers",
@@ -178,8 +180,6 @@ def run(args: argparse.Namespace) -> int:
         1 <= n <= 1 << 16 for n in args.prefill or []
     ):
         raise InputError("--tokens are from 1 to 24, --prefill from 1 to 65536.")
-    if "ahead" in (args.route or []) and not args.layers:
-        raise InputError("--route ahead has no effect on a linear by itself: add --layers.")
     device = the_device()
     silent = args.json or args.quiet
     if not silent:
@@ -196,8 +196,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.prefill:
         facts = []
-        found: Iterable[PrefillRow | LayerRow] = (measure_layers if args.layers else measure_prefill)(
-            args.prefill, device, args.route or ["chosen"]
+        routes = args.route or ["chosen"]
+        found: Iterable[PrefillRow | LayerRow] = (
+            measure_layers(args.prefill, device, routes)
+            if args.layers
+            else measure_prefill(args.prefill, device, routes, PREFILL + MORE)
         )
         for prompt in found:
             facts.append(dataclasses.asdict(prompt) | {"share": prompt.ratio})

@@ -7,11 +7,10 @@ floor is a kernel that only reads as many bytes, measured in the same way at the
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -27,15 +26,13 @@ from ..kernels.module import (
     overlapping,
     overlaps,
 )
-from ..kernels.prefill import linear_block
-from ..kernels.tuning import AHEAD, MOST_WIDE, Choice, choice, multiprocessors, spread, using
+from ..kernels.tuning import multiprocessors, spread
 from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 POOL_BYTES = 2 << 30
 MOST_COPIES = 64
 REPLAYS = 15
 WARM_SECONDS = 0.02
-PREFILL_COPIES = 8
 READ_THREADS = 512
 READ_BLOCKS_A_SM = (1, 2, 4)
 
@@ -62,7 +59,6 @@ CASES = (
     Case("head", (("fp8", 124160, 5120),)),
     Case("head fp16", (("half", 124160, 5120),)),
 )
-PREFILL = (("nvfp4", 17408, 5120), ("nvfp4", 5120, 8704), ("fp8", 7168, 5120), ("fp8", 5120, 3072))
 
 
 @dataclass(frozen=True)
@@ -252,64 +248,6 @@ def _cublas(case: Case, tokens: int, device: torch.device, pool: int) -> float:
     x = torch.randn(tokens, columns, device=device).half()
     out = torch.empty(tokens, rows, dtype=torch.float16, device=device)
     return time_graph([partial(torch.mm, x, part.t(), out=out) for part in plain])
-
-
-# Ways of a linear of many tokens: this card's own, the decode linear and dequantised weights only, the wide linear at every T,
-# dequantising beside the vendor's product, and the next linears' weights beside this one's product.
-ROUTES = ("chosen", "narrow", "wide", "beside", "ahead")
-
-
-def route_choice(route: str, device: torch.device) -> Choice:
-    """The card's choice, but for the way that is asked for."""
-    own = choice(device.index)
-    layers = own.plain_ahead or AHEAD
-    narrow = msgspec.structs.replace(own, wide_up_to=0, overlap_dequantising=False, plain_ahead=0)
-    return {
-        "chosen": own,
-        "narrow": narrow,
-        "wide": msgspec.structs.replace(own, wide_from=1, wide_up_to=MOST_WIDE),
-        "beside": msgspec.structs.replace(narrow, overlap_dequantising=True),
-        "ahead": msgspec.structs.replace(narrow, plain_ahead=layers),
-    }[route]
-
-
-@dataclass(frozen=True)
-class PrefillRow:
-    """`linear_block` by one way against cuBLAS on plain fp16 weights, seconds, weights cold."""
-
-    encoding: str
-    rows: int
-    columns: int
-    tokens: int
-    route: str
-    seconds: float
-    cublas: float
-
-    @property
-    def ratio(self) -> float:
-        """Share of cuBLAS's speed."""
-        return self.cublas / self.seconds
-
-
-def measure_prefill(
-    tokens: Sequence[int], device: torch.device, routes: Sequence[str] = ROUTES[:1]
-) -> Iterator[PrefillRow]:
-    """Each prefill shape at each T by each way and by cuBLAS, in turn; so are copies of the weights, that none is in a cache."""
-    for encoding, rows, columns in PREFILL:
-        weights = [likely_weight(encoding, rows, columns, device) for _ in range(PREFILL_COPIES)]
-        plain = torch.randn(PREFILL_COPIES, rows, columns, device=device, dtype=torch.float16)
-        for count in tokens:
-            x = torch.randn(count, columns, device=device).half()
-            out = torch.empty(count, rows, dtype=torch.float16, device=device)
-            graphs = [captured([partial(torch.mm, x, part.t(), out=out) for part in plain])]
-            for route in routes:
-                with using(route_choice(route, device)):
-                    for weight in weights:  # factors are found before the graph
-                        linear_block(x, weight, out)
-                    graphs.append(captured([partial(linear_block, x, weight, out) for weight in weights]))
-            theirs, *ours = time_in_turn(graphs, PREFILL_COPIES)
-            for route, seconds in zip(routes, ours, strict=True):
-                yield PrefillRow(encoding, rows, columns, count, route, seconds, theirs)
 
 
 def the_device() -> torch.device:

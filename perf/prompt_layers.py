@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.plain_ahead import PlainAhead
-from ..kernels.prefill import ahead_elements, linear_block, linear_blocks, swiglu_block
+from ..kernels.prefill import linear_block, linear_blocks, swiglu_block
 from ..kernels.tuning import Choice, choice_on, using
 from ..kernels.weights import Weight
-from .kernels import CASES, captured, likely_weight, random_weight, route_choice, time_in_turn
+from .kernels import CASES, captured, likely_weight, random_weight, time_in_turn
+from .prompt_linears import ring, route_choice
 
 COPIES = 4
 LAYERS = ("attention in", "delta in")
@@ -124,14 +125,6 @@ def _all(layers: Sequence[Calls], ahead: PlainAhead | None = None) -> None:
             _each(calls)
 
 
-def _ahead(layer: int, largest: int, device: torch.device) -> PlainAhead | None:
-    """Room for weights that are made ahead, where the present choice is such."""
-    if device.type != "cuda":
-        return None
-    layers = choice_on(device).layers_ahead(torch.cuda.get_device_capability(device))
-    return PlainAhead(ahead_elements(layer, largest, layers), device) if layers else None
-
-
 @dataclass(frozen=True)
 class Way:
     """Layers' launches, the choice that they run with, and room for weights that are made ahead."""
@@ -197,7 +190,7 @@ def measure_layers(
             ways = [Way(plain, choice_on(device))]
             for route in routes:
                 with using(route_choice(route, device)):
-                    ahead = _ahead(sum(values), max(values), device)
+                    ahead = ring(sum(values), max(values), device)
                     graphs.append(captured([partial(_all, layers, ahead)]))  # run once before, when its order is noted
                     ways.append(Way(layers, choice_on(device), ahead))
             found: list[tuple[Part, ...]] = []

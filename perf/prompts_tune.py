@@ -10,8 +10,8 @@ import torch
 from msgspec.structs import replace
 
 from ..kernels.tuning import AHEAD, Choice, using
-from .kernels import PrefillRow, measure_prefill
 from .prompt_layers import measure_layers
+from .prompt_linears import PrefillRow, measure_prefill
 
 SURE = 97  # tokens: where the wide linear is not faster, it is not taken at all
 PROMPTS = (25, 49, SURE, 128, 192, 256, 384, 512, 768)

@@ -32,10 +32,6 @@ COMMANDS = [
     (f"bench curve --read {GONE}", GONE),
     ("bench curve --arch volta", "architecture 'volta'"),
     ("bench kernels --only nothing", "case 'nothing' is unknown"),
-    (
-        "bench kernels --prefill 64 --route wide ahead",
-        "--route ahead has no effect on a linear by itself: add --layers.",
-    ),
     ("bench kernels --route wide", "--route has no effect here: it is read only with --prefill."),
     (
         "bench kernels --prefill 64 --tokens 1",

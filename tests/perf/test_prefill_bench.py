@@ -1,6 +1,7 @@
 """Linears of many tokens: the bench by way and the tuning of ways, with a clock of our own in place of a GPU."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch
 from duovolt.cli.main import main
 from duovolt.kernels import tuning
 from duovolt.kernels.tuning import Choice
-from duovolt.perf import kernels, prompt_layers, prompts_tune
-from duovolt.perf.kernels import Case, PrefillRow
+from duovolt.perf import kernels, prompt_layers, prompt_linears, prompts_tune
+from duovolt.perf.kernels import Case
 from duovolt.perf.prompt_layers import LayerRow
+from duovolt.perf.prompt_linears import PrefillRow
 from duovolt.perf.prompts_tune import LONG_PROMPT, PROMPTS, for_prompts, with_prompts
 
 
@@ -62,25 +64,72 @@ def test_tuning_measures_with_the_choice_so_far_and_tells(monkeypatch, worth, ah
 
 
 def test_bench_takes_every_way_that_is_asked_for(monkeypatch, capsys):
+    asked: list[tuple[int, ...]] = []
+
+    def product(x, weight, out):
+        asked.append((len(x), *weight.shape))
+
     def clock(calls) -> float:  # what stands for a graph is its time
-        assert len(calls) == kernels.PREFILL_COPIES
-        if calls[0].func is torch.mm:
+        asked.clear()
+        (run,) = calls
+        if run.args[0][0].func is torch.mm:
+            assert len(run.args[0]) == prompt_linears.COPIES * prompt_linears.ROUNDS and run.args[1] is None
             return 3e-5
+        run()
+        assert len(asked) == prompt_linears.COPIES * prompt_linears.ROUNDS and len(set(asked)) == 1
         now = tuning._override.get()
         return (1 if now.wide_up_to == tuning.MOST_WIDE else 3 if now.overlap_dequantising else 6) * 1e-5
 
     monkeypatch.setattr("duovolt.cli.bench_kernels.the_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(kernels, "PREFILL", (("fp8", 64, 32),))
-    monkeypatch.setattr(kernels, "captured", clock)
-    monkeypatch.setattr(kernels, "time_in_turn", lambda graphs, launches: graphs)
-    monkeypatch.setattr(kernels, "linear_block", lambda x, weight, out: out)
-    monkeypatch.setattr(kernels, "choice", lambda device: Choice())
+    monkeypatch.setattr("duovolt.cli.bench_kernels.PREFILL", (("fp8", 64, 32),))
+    monkeypatch.setattr("duovolt.cli.bench_kernels.MORE", (("nvfp4", 32, 64),))
+    monkeypatch.setattr(prompt_linears, "captured", clock)
+    monkeypatch.setattr(prompt_linears, "time_in_turn", lambda graphs, launches: graphs)
+    monkeypatch.setattr(prompt_linears, "linear_block", product)
+    monkeypatch.setattr(prompt_linears, "choice", lambda device: Choice())
     assert main(["bench", "kernels", "--prefill", "30", "60", "--route", "narrow", "wide", "beside", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert [fact["route"] for fact in facts] == ["narrow", "wide", "beside"] * 2
+    assert [fact["route"] for fact in facts] == ["narrow", "wide", "beside"] * 4
+    assert [(fact["encoding"], fact["rows"], fact["tokens"]) for fact in facts[::3]] == [
+        *(("fp8", 64, 30), ("fp8", 64, 60), ("nvfp4", 32, 30), ("nvfp4", 32, 60))
+    ]
     assert [fact["share"] for fact in facts[:3]] == [pytest.approx(n) for n in (0.5, 3.0, 1.0)]
     assert main(["bench", "kernels", "--prefill", "30"]) == 0
     assert "chosen" in capsys.readouterr().out
+
+
+def test_a_single_matrix_is_measured_as_a_chunk_runs_it(monkeypatch):
+    """By the way that makes weights ahead, and by a card's choice that does, within one pass whose matrices they all are."""
+    passes: list[tuple[str, bool]] = []
+
+    class Ring:
+        @contextmanager
+        def reading(self, kind):
+            passes.append((kind, True))
+            yield
+            passes.append((kind, False))
+
+    def ring(layer, largest, device):
+        now = tuning._override.get()
+        assert layer == 5120 * (5120 + 3072 + 48 + 3072 + 2 * 8704 + 8704) and largest == 17408 * 5120
+        return Ring() if now.layers_ahead((9, 0)) else None
+
+    def product(x, weight, out):
+        assert out.shape == (len(x), 64)
+        inside.append(bool(passes and passes[-1][1]))
+
+    inside: list[bool] = []
+    monkeypatch.setattr(prompt_linears, "ring", ring)
+    monkeypatch.setattr(prompt_linears, "linear_block", product)
+    monkeypatch.setattr(prompt_linears, "captured", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(prompt_linears, "time_in_turn", lambda graphs, launches: [1.0, 4.0, 2.0, 2.0])
+    monkeypatch.setattr(prompt_linears, "choice", lambda device: Choice())
+    shapes = [("fp8", 64, 32)]
+    rows = list(prompt_linears.measure_prefill([32], torch.device("cpu"), ["narrow", "ahead", "chosen"], shapes))
+    assert [(row.route, row.ratio) for row in rows] == [("narrow", 0.25), ("ahead", 0.5), ("chosen", 0.5)]
+    assert passes == [("run", True), ("run", False)] * 2
+    count = prompt_linears.COPIES * prompt_linears.ROUNDS
+    assert inside == [False] * count + [True] * 2 * count
 
 
 def test_a_layers_linears_as_the_engine_calls_them(monkeypatch, capsys):
@@ -108,7 +157,7 @@ def test_a_layers_linears_as_the_engine_calls_them(monkeypatch, capsys):
     monkeypatch.setattr(prompt_layers, "captured", lambda launches: [launch() for launch in launches])
     monkeypatch.setattr(prompt_layers, "time_in_turn", lambda graphs, launches: [3e-5, *[6e-5] * (len(graphs) - 1)])
     monkeypatch.setattr(prompt_layers, "in_chain", in_chain)
-    monkeypatch.setattr(kernels, "choice", lambda device: Choice())
+    monkeypatch.setattr(prompt_linears, "choice", lambda device: Choice())
     assert main(["bench", "kernels", "--prefill", "30", "--layers", "--route", "narrow", "beside", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [(fact["layer"], fact["route"]) for fact in facts] == [
