@@ -151,10 +151,16 @@ def call_arguments(arguments: Any, where: str, param: str) -> dict[str, Any]:
 
 
 def _tools(body: ChatBody) -> list[dict[str, Any]]:
+    numbers: dict[str, int] = {}
     for number, tool in enumerate(body.tools or []):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"tools[{number}]: expected a function with a name", "tools")
         if not isinstance(function.get("parameters"), dict | None):
             raise bad_request(f"tools[{number}].function.parameters: expected a JSON schema", "tools")
+        name = function["name"]
+        if (first := numbers.setdefault(name, number)) != number:
+            raise bad_request(
+                f"tools[{number}]: {name[:80]!r} is the name of tools[{first}], too; calls tell tools by it", "tools"
+            )
     return [] if body.tool_choice == "none" else list(body.tools or [])
