@@ -1,7 +1,5 @@
 """Launches in one pass, on the host: which matrices go, what each block gets, results, bits for every T."""
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from duovolt.kernels.one_pass import KERNEL, TOKENS, cut, goes
 from duovolt.kernels.slices import THREADS as SLICE_THREADS
 from duovolt.kernels.task import FLOAT, HALF, Task, task
 
-from .test_slices import same_bits
+from .test_slices import emulated, same_bits
 
 ROOM = 227 << 10  # of shared memory for a block of an H200
 COLUMNS = 64 * 37  # slices of three fours and of two: longer and shorter than a ring's turns
@@ -25,12 +23,7 @@ def launch(library, x, weight, out, epilogue=FLOAT, residual=None, *, blocks) ->
         name, threads = KERNEL, SLICE_THREADS
     else:
         name, threads = f"linear_nvfp4_sliced_{-(-x.shape[0] // 8) * 8}", THREADS
-    ranges = [x.data_ptr(), x.nbytes]
-    for part in (weight.words, weight.block_scale, weight.scale):
-        ranges += [part.data_ptr(), part.nbytes]
-    array = (ctypes.c_size_t * len(ranges))(*ranges)
-    kernel = getattr(library, name)
-    assert library.emulate_linear(kernel, blocks, threads, ctypes.byref(filled), len(ranges) // 2, array) == 0
+    emulated(library, name, filled, blocks, threads, x, [weight])
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Gate and up in one pass, on the host: which launches go, what each block gets, bits of launches in slices."""
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from duovolt.kernels.task import FLOAT, SWIGLU, Task, task
 from duovolt.kernels.weights import Nvfp4Weight
 
 from . import test_slices
-from .test_slices import ROOM, same_bits
+from .test_slices import ROOM, emulated, same_bits
 
 COLUMNS = 64 * 37  # slices of three fours and of two
 
@@ -20,13 +18,7 @@ COLUMNS = 64 * 37  # slices of three fours and of two
 def launch(library, x, weights, out, *, blocks) -> None:
     filled = task(x, weights, [out], SWIGLU)
     assert goes(filled, blocks) and cut(filled, blocks) <= ROOM
-    ranges = [x.data_ptr(), x.nbytes]
-    for weight in weights:
-        for part in (weight.words, weight.block_scale, weight.scale):
-            ranges += [part.data_ptr(), part.nbytes]
-    array = (ctypes.c_size_t * len(ranges))(*ranges)
-    kernel = getattr(library, KERNEL)
-    assert library.emulate_linear(kernel, blocks, THREADS, ctypes.byref(filled), len(ranges) // 2, array) == 0
+    emulated(library, KERNEL, filled, blocks, THREADS, x, weights)
 
 
 @pytest.fixture

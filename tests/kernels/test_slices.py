@@ -15,6 +15,17 @@ ROOM = 227 << 10  # of shared memory for a block of an H200
 COLUMNS = 64 * 70  # slices of five fours and of four
 
 
+def emulated(library, name, filled, blocks, threads, x, weights) -> None:
+    """Runs a kernel, whose loads must lie within x and the weights."""
+    ranges = [x.data_ptr(), x.nbytes]
+    for weight in weights:
+        for part in (weight.words, weight.block_scale, weight.scale):
+            ranges += [part.data_ptr(), part.nbytes]
+    array = (ctypes.c_size_t * len(ranges))(*ranges)
+    kernel = getattr(library, name)
+    assert library.emulate_linear(kernel, blocks, threads, ctypes.byref(filled), len(ranges) // 2, array) == 0
+
+
 def launch(library, x, weights, outs, epilogue, *, blocks, room=ROOM, residuals=None, rows=32) -> None:
     """As the card would, for any T: in slices up to eight tokens, else in bands with the same chains."""
     filled = task(x, weights, outs, epilogue, residuals)
@@ -25,15 +36,7 @@ def launch(library, x, weights, outs, epilogue, *, blocks, room=ROOM, residuals=
         if rows == 16:
             halve(filled)
         name, threads = f"linear_nvfp4_sliced_{-(-x.shape[0] // 8) * 8}", THREADS
-    ranges = [x.data_ptr(), x.nbytes]
-    for weight in weights:
-        for part in (weight.words, weight.block_scale, weight.scale):
-            ranges += [part.data_ptr(), part.nbytes]
-    array = (ctypes.c_size_t * len(ranges))(*ranges)
-    assert (
-        library.emulate_linear(getattr(library, name), blocks, threads, ctypes.byref(filled), len(ranges) // 2, array)
-        == 0
-    )
+    emulated(library, name, filled, blocks, threads, x, weights)
 
 
 @pytest.fixture
