@@ -65,7 +65,8 @@ def rms_norm(
     rows, threads = x.shape[0], row_threads(columns)
     module = checks.module_on(SOURCE, x.device)
     blocks = _blocks_a_row(threads // 32) if module.clusters and rows <= _FEW else 1
-    module.launch("rms_norm", rows * blocks, threads // blocks, (*arguments, *rest), overlap=True, cluster=blocks)
+    grid = (blocks, rows) if blocks > 1 else rows
+    module.launch("rms_norm", grid, threads // blocks, (*arguments, *rest), overlap=True, cluster=blocks)
     return out
 
 

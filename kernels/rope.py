@@ -14,6 +14,7 @@ from .norm import LARGEST, staged
 
 SOURCE = "rope.cu"
 _FEW = 64  # tokens
+_FEW_THREADS = 96  # two warps for a head, one for its angles
 _THREADS = 128
 _HEADS = 2  # a warp, where there are many tokens
 _RUN = 16  # positions whose values a block takes
@@ -57,9 +58,9 @@ def qkv_rope(
         *(out, overflows, q_heads, cache.kv_heads, float(eps)),
     )
     cached = "int8" if cache.is_int8 else "fp16"
-    if tokens <= _FEW:  # a head a warp
-        parts = -(-(q_heads + 2 * cache.kv_heads) * 32 // _THREADS)
-        launch(SOURCE, f"qkv_rope_{cached}", (tokens, parts), _THREADS, arguments, projection.device, overlap=True)
+    if tokens <= _FEW:  # a head a block
+        heads = q_heads + 2 * cache.kv_heads
+        launch(SOURCE, f"qkv_rope_{cached}", (tokens, heads), _FEW_THREADS, arguments, projection.device, overlap=True)
         return out
     # And a block for every run of positions of a head's values.
     runs = (tokens + 2 * _RUN - 2) // _RUN * cache.kv_heads

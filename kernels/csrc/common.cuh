@@ -4,6 +4,11 @@
 
 constexpr float kLargestHalf = 65504.0f;
 constexpr unsigned kAll = 0xFFFFFFFFu;
+#if __CUDA_ARCH__ >= 900
+constexpr bool kOverlaps = true; // whether a launch may begin before the one before it has ended
+#else
+constexpr bool kOverlaps = false;
+#endif
 
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll

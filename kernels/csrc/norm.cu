@@ -21,9 +21,9 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * team.threads() + team.thread();
-        weights[k] = quad < quads ? __ldg(reinterpret_cast<const float4 *>(weight) + quad) : float4{};
+        const float4 *from = reinterpret_cast<const float4 *>(weight) + quad;
+        weights[k] = quad < quads ? kOverlaps ? read_here(from) : read(from) : float4{};
     }
-    team.begin();
     await_previous();
     if (delta) {
 #pragma unroll
@@ -39,6 +39,9 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
         const int quad = k * team.threads() + team.thread();
         values[k] = quad < quads ? read_here(own + quad) : float4{};
     }
+    unsigned short *half_row = half_out ? half_out + row * half_stride : nullptr;
+    float *wide_row = wide_out ? wide_out + row * wide_stride : nullptr;
+    team.begin(); // while they come
     team.meet();
     if (delta) {
 #pragma unroll
@@ -51,8 +54,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
             }
         }
     }
-    normalise_row(team, values, weights, quads, eps, half_out ? half_out + row * half_stride : nullptr,
-                  wide_out ? wide_out + row * wide_stride : nullptr, overflows ? overflows + row : nullptr, scratch);
+    normalise_row(team, values, weights, quads, eps, half_row, wide_row, overflows ? overflows + row : nullptr, scratch);
 }
 
 // x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride.

@@ -77,7 +77,7 @@ __device__ __forceinline__ void normalise_row(const Threads &own, const float4 (
         const float part = warp % 4 == 0 ? four.x : warp % 4 == 1 ? four.y : warp % 4 == 2 ? four.z : four.w;
         total = warp < warps ? total + part : total;
     }
-    const float inverse = fast_inverse_root(total / (4 * quads) + eps);
+    const float inverse = fast_inverse_root(total * fast_inverse(4 * quads) + eps);
     float4 y[kRowQuads];
     float largest = 0; // passes over NaN
 #pragma unroll
@@ -99,19 +99,23 @@ __device__ __forceinline__ void normalise_row(const Threads &own, const float4 (
     if (!half_out) {
         return;
     }
-    if (largest > kLargestHalf) { // seldom
+    const auto store = [&]() {
+#pragma unroll
+        for (int k = 0; k < kRowQuads; ++k) {
+            const int quad = k * own.threads() + own.thread();
+            if (quad < quads) {
+                write(reinterpret_cast<uint2 *>(half_out) + quad, uint2{half_pair(y[k].x, y[k].y), half_pair(y[k].z, y[k].w)});
+            }
+        }
+    };
+    store(); // on its way while it is looked at
+    if (largest > kLargestHalf) { // seldom: once more
         int overflowed = 0;
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
             y[k] = staged(y[k], overflowed);
         }
         count_overflows(overflowed, overflows);
-    }
-#pragma unroll
-    for (int k = 0; k < kRowQuads; ++k) {
-        const int quad = k * own.threads() + own.thread();
-        if (quad < quads) {
-            write(reinterpret_cast<uint2 *>(half_out) + quad, uint2{half_pair(y[k].x, y[k].y), half_pair(y[k].z, y[k].w)});
-        }
+        store();
     }
 }

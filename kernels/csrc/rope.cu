@@ -1,135 +1,13 @@
 // Between the projection and attention, in one pass: norm of queries and keys, partial rotary embedding with three
-// position axes, and the write into the paged cache. A warp takes a head at a time, or of many tokens two.
-#include "rope_store.cuh"
+// position axes, and the write into the paged cache. A warp takes a head, or of many tokens two.
+#include "rope_turn.cuh"
 
-constexpr int kHalfTurned = 32; // pairs (j, j + 32) of the first 64 dimensions turn
-#if __CUDA_ARCH__ >= 900
-constexpr bool kOverlaps = true; // the projection is asked for behind the launch before
-#else
-constexpr bool kOverlaps = false;
-#endif
-
-// Multiplied by the 256 x 256 Hadamard matrix (Sylvester's order). Over 16 it is orthonormal: products of a turned query
-// and a turned key are those of the unturned ones, and outliers of a key are spread over all dimensions.
-constexpr float kTurnScale = 0.0625f;
-
-__device__ __forceinline__ void butterfly(float &a, float &b) {
-    const float low = a;
-    a = low + b;
-    b = low - b;
-}
-
-__device__ __forceinline__ void hadamard(float (&v)[kOwn], int lane) {
-#pragma unroll
-    for (int step = 1; step < kOwn; step *= 2) {
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            if (!(i & step)) {
-                butterfly(v[i], v[i + step]);
-            }
-        }
-    }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const float sign = lane & step ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            const float other = __shfl_xor_sync(kAll, v[i], step);
-            v[i] = fmaf(v[i], sign, other);
-        }
-    }
-}
-
-// The same steps in the same order on two heads side by side, lanes 0 .. 15 and 16 .. 31: what was a step between lanes 16 apart
-// is one in a lane.
-__device__ __forceinline__ void hadamard_pair(float (&v)[kPairOwn], int part) {
-#pragma unroll
-    for (int step = 1; step < kPairOwn; step *= step == 2 ? 4 : 2) {
-#pragma unroll
-        for (int i = 0; i < kPairOwn; ++i) {
-            if (!(i & step)) {
-                butterfly(v[i], v[i + step]);
-            }
-        }
-    }
-#pragma unroll
-    for (int step = 1; step < 16; step *= 2) {
-        const float sign = part & step ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < kPairOwn; ++i) {
-            const float other = __shfl_xor_sync(kAll, v[i], step);
-            v[i] = fmaf(v[i], sign, other);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kPairOwn; ++i) {
-        if (!(i & 4)) {
-            butterfly(v[i], v[i + 4]);
-        }
-    }
-}
-
-// What fits fp16, in place; how many did not.
-template <int kCount> __device__ __forceinline__ int staged_all(float (&v)[kCount]) {
-    float largest = 0; // a NaN is passed over, and stays
-    int overflowed = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        largest = fmaxf(largest, fabsf(v[i]));
-    }
-    if (largest > kLargestHalf) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            v[i] = staged(v[i], overflowed);
-        }
-    }
-    return overflowed;
-}
-
-// Where a token stands: lane i has read its position on axis i, and the axis of pair i. Where launches overlap, that is older than
-// the projection, which the launch before writes.
-struct Place {
-    int axis, position, slot;
-    __device__ __forceinline__ Place(int token, int tokens, const int *positions, const int *axes, const int *slots)
-        : axis(read_here(axes + threadIdx.x % 32)), position(read_here(positions + min(static_cast<int>(threadIdx.x % 32), 2) * tokens + token)),
-          slot(read_here(slots + token)) {}
-};
-
-// The angle of pair `lane`, as the tables have it: NaN where they do not.
-struct Angle {
-    float cosine, sine;
-    bool known;
-    __device__ __forceinline__ Angle(const Place &place, const float *cosines, const float *sines, int table_rows) {
-        const int position = __shfl_sync(kAll, place.position, place.axis == 1 ? 1 : place.axis == 2 ? 2 : 0);
-        known = position >= 0 && position < table_rows;
-        const size_t at = static_cast<size_t>(known ? position : 0) * kHalfTurned + threadIdx.x % 32;
-        cosine = read(cosines + at);
-        sine = read(sines + at);
-    }
-    // Of the four dimensions from `first` on, the sine with its sign.
-    __device__ __forceinline__ void spread(int first, bool lower, float (&cosines)[4], float (&sines)[4]) const {
-        const float missing = __uint_as_float(0x7FC00000u);
-        const float own_cosine = known ? cosine : missing, own_sine = known ? sine : missing;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int pair = (first + i) % kHalfTurned;
-            cosines[i] = __shfl_sync(kAll, own_cosine, pair);
-            const float turn = __shfl_sync(kAll, own_sine, pair);
-            sines[i] = lower ? -turn : turn;
-        }
-    }
-};
-
-// A product that goes into sums as it is, rounded: whether it is fused with one must not be the compiler's choice, which would not
-// be the same in both forms below.
-__device__ __forceinline__ float normed(float v, float inverse, float weight) {
-    return __fmul_rn(v, inverse * (1.0f + weight));
-}
+constexpr int kFewThreads = 96;
 
 // projection: FP32 [T, row_stride]: q_heads x [query 256 | gate 256], kv_heads x 256 keys, kv_heads x 256 values.
 // positions: [3, T] (time, height, width); axes: [32], the axis of each pair; cosines, sines: FP32 [table_rows, 32].
 // slots: [T], page * 64 + offset; outside of the pool (-1): nothing is written. query: fp16 [T, q_heads, 256].
-// A warp takes a head of a token, values too. Grid: (T, heads / warps rounded up).
+// A block takes a head of a token, values too: two warps half of its results each, a third the angles meanwhile. Grid: (T, heads).
 template <class Store>
 __device__ __forceinline__ void turn_head(int token, int tokens, const float *projection, int row_stride,
                                           const float *query_weight, const float *key_weight, const float *cosines,
@@ -137,69 +15,73 @@ __device__ __forceinline__ void turn_head(int token, int tokens, const float *pr
                                           const int *slots, void *keys, unsigned short *key_scales, void *values,
                                           unsigned short *value_scales, int pages, unsigned short *query,
                                           int *overflows, int q_heads, int kv_heads, float eps) {
-    const int lane = threadIdx.x % 32, head = blockIdx.y * (kThreads / 32) + threadIdx.x / 32;
-    const int start = head < q_heads ? head * 2 * kDim : (q_heads + head) * kDim;
-    const float4 *from = reinterpret_cast<const float4 *>(projection + static_cast<size_t>(token) * row_stride + start) + lane;
+    __shared__ __align__(16) float turns[2][kHalfTurned];
+    const int lane = threadIdx.x % 32, half = threadIdx.x / 32, head = blockIdx.y;
     const bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
-    float4 in[2];
-    const auto load = [&]() {
-        in[0] = stream(from);
-        in[1] = stream(from + kDim / 8);
-    };
-    const Place place(token, tokens, positions, axes, slots);
-    if (head >= q_heads + 2 * kv_heads) {
+    if (half == 2) {
+        if (!is_value) {
+            const Place place(token, tokens, positions, axes);
+            const Angle angle(place, cosines, sines, table_rows);
+            turns[0][lane] = angle.cosine;
+            turns[1][lane] = angle.sine;
+        }
         take_over();
+        __syncthreads();
         return;
     }
-    if (!kOverlaps) {
-        load();
-    }
+    const int start = is_query ? head * 2 * kDim : (q_heads + head) * kDim;
+    const float4 *from = reinterpret_cast<const float4 *>(projection + static_cast<size_t>(token) * row_stride + start) + lane;
     const float4 *own_weight = reinterpret_cast<const float4 *>(is_query ? query_weight : key_weight) + lane;
     const float4 weights[2] = {read(own_weight), read(own_weight + kDim / 8)};
-    const Angle angle(place, cosines, sines, table_rows);
+    const int slot = read_here(slots + token);
     take_over();
-    if (kOverlaps) {
-        load();
-    }
-    __syncwarp();
-    float cosine[4], sine[4]; // of the first four dimensions of this lane, if they turn
-    angle.spread(4 * lane, lane < kHalfTurned / 4, cosine, sine);
-    float v[kOwn] = {in[0].x, in[0].y, in[0].z, in[0].w, in[1].x, in[1].y, in[1].z, in[1].w};
+    const float4 in[2] = {stream(from), stream(from + kDim / 8)};
+    float v[kOwn] = {in[0].x, in[0].y, in[0].z, in[0].w, in[1].x, in[1].y, in[1].z, in[1].w}, own[kHalfOwn];
+    float squares = 0, factor = 1.0f;
     if (!is_value) {
         const float w[kOwn] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
                                weights[1].x, weights[1].y, weights[1].z, weights[1].w};
-        float squares = 0;
 #pragma unroll
         for (int j = 0; j < kOwn; ++j) {
             squares = fmaf(v[j], v[j], squares);
+            v[j] = weighted(v[j], w[j]);
         }
-        float inverse = fast_inverse_root(warp_sum(squares) / kDim + eps);
-        inverse *= Store::kTurned ? kTurnScale : 1.0f; // a power of two: where it is applied does not matter
-#pragma unroll
-        for (int j = 0; j < kOwn; ++j) {
-            v[j] = normed(v[j], inverse, w[j]);
-        }
+        float other[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float other = __shfl_xor_sync(kAll, v[j], kHalfTurned / 4);
-            if (lane < 2 * kHalfTurned / 4) { // which product is fused must not be the compiler's choice
-                v[j] = fmaf(v[j], cosine[j], __fmul_rn(other, sine[j]));
-            }
+            other[j] = __shfl_xor_sync(kAll, v[j], kHalfTurned / 4);
         }
-        if (Store::kTurned) {
-            hadamard(v, lane);
+        factor = norm_factor<Store>(warp_sum(squares), eps);
+        __syncthreads();
+        const float4 cosine = reinterpret_cast<const float4 *>(turns[0])[lane % (kHalfTurned / 4)];
+        const float4 sine = reinterpret_cast<const float4 *>(turns[1])[lane % (kHalfTurned / 4)];
+        const float cosines[4] = {cosine.x, cosine.y, cosine.z, cosine.w}, sines[4] = {sine.x, sine.y, sine.z, sine.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float turned = turn(v[j], other[j], cosines[j], lane < kHalfTurned / 4 ? -sines[j] : sines[j]);
+            v[j] = lane < 2 * kHalfTurned / 4 ? turned : v[j];
+        }
+    } else {
+        __syncthreads();
+    }
+    if (Store::kTurned && !is_value) {
+        hadamard_half(v, half, lane, own);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kHalfOwn; ++i) {
+            own[i] = half ? v[i + kHalfOwn] : v[i];
         }
     }
-    const int overflowed = staged_all(v), slot = place.slot;
+    scale_all(own, factor);
+    const int overflowed = staged_all(own);
     if (is_query) {
-        uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + lane;
-        write(to, packed(v, 0));
-        write(to + kDim / 8, packed(v, 1));
+        write(reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + half * (kDim / 8) + lane,
+              packed(own, 0));
     } else if (slot >= 0 && slot < pages * kPage) {
-        const size_t tile = static_cast<size_t>(slot / kPage) * kv_heads + (head - q_heads) % kv_heads;
+        const size_t tile = static_cast<size_t>(slot / kPage) * kv_heads + head - q_heads - (is_value ? kv_heads : 0);
         char *pool = static_cast<char *>(is_value ? values : keys) + tile * kPage * kDim * Store::kBytes;
         unsigned short *scales = (is_value ? value_scales : key_scales) + tile * kPage * kBlocks;
-        Store::store(v, is_value, pool, scales, slot % kPage, lane);
+        Store::store(own, half, is_value, pool, scales, slot % kPage, lane);
     }
     count_overflows(overflowed, overflows ? overflows + token : nullptr);
 }
@@ -227,7 +109,8 @@ __device__ __forceinline__ void turn_pair(int token, int tokens, const float *pr
             in[g] = stream(from + 16 * g);
         }
     };
-    const Place place(token, tokens, positions, axes, slots);
+    const Place place(token, tokens, positions, axes);
+    const int slot = read_here(slots + token);
     if (first >= heads) {
         take_over();
         return;
@@ -251,9 +134,10 @@ __device__ __forceinline__ void turn_pair(int token, int tokens, const float *pr
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
         const float four[4] = {in[g].x, in[g].y, in[g].z, in[g].w};
+        const float own_weights[4] = {weights[g].x, weights[g].y, weights[g].z, weights[g].w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            v[4 * g + i] = four[i];
+            v[4 * g + i] = weighted(four[i], own_weights[i]);
             squares[g % 2] = fmaf(four[i], four[i], squares[g % 2]);
         }
     }
@@ -262,25 +146,16 @@ __device__ __forceinline__ void turn_pair(int token, int tokens, const float *pr
     for (int step = 8; step; step /= 2) {
         sum += __shfl_xor_sync(kAll, sum, step);
     }
-    float inverse = fast_inverse_root(sum / kDim + eps);
-    inverse *= Store::kTurned ? kTurnScale : 1.0f;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-        const float four[4] = {weights[g].x, weights[g].y, weights[g].z, weights[g].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            v[4 * g + i] = normed(v[4 * g + i], inverse, four[i]);
-        }
-    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float other = __shfl_xor_sync(kAll, v[i], kHalfTurned / 4);
-        v[i] = fmaf(v[i], cosine[i], __fmul_rn(other, sine[i]));
+        v[i] = turn(v[i], other, cosine[i], sine[i]);
     }
     if (Store::kTurned) {
         hadamard_pair(v, part);
     }
-    const int overflowed = staged_all(v), slot = place.slot;
+    scale_all(v, norm_factor<Store>(sum, eps));
+    const int overflowed = staged_all(v);
     if (own && is_query) {
         uint2 *to = reinterpret_cast<uint2 *>(query) + (static_cast<size_t>(token) * q_heads + head) * (kDim / 4) + part;
 #pragma unroll
@@ -336,7 +211,7 @@ __device__ __forceinline__ void store_values(int first, int tokens, int kv_head,
         if (whole) {
             Store::put(v, rows[warp * kEach + i], scales, own % kPage, lane);
         } else {
-            Store::store(v, true, static_cast<char *>(values) + tile * kPage * kDim * Store::kBytes, scales, own % kPage, lane);
+            Store::store(v, 0, true, static_cast<char *>(values) + tile * kPage * kDim * Store::kBytes, scales, own % kPage, lane);
         }
     }
     __syncthreads();
@@ -347,7 +222,7 @@ __device__ __forceinline__ void store_values(int first, int tokens, int kv_head,
 }
 
 #define QKV_ROPE(name, Store)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(kThreads) name(                                                       \
+    extern "C" __global__ void __launch_bounds__(kFewThreads) name(                                                    \
         const float *projection, int row_stride, const float *query_weight, const float *key_weight,                   \
         const float *cosines, const float *sines, int table_rows, const int *positions, const int *axes,               \
         const int *slots, void *keys, unsigned short *key_scales, void *values, unsigned short *value_scales,          \

@@ -6,6 +6,7 @@
 constexpr int kThreads = 128;
 constexpr int kRun = 16;        // positions that stand side by side in a page, of an int8 value; two such runs of fp16
 constexpr int kOwn = 8;         // dimensions a lane holds: 4 lane .. 4 lane + 3, and those 128 further on
+constexpr int kHalfOwn = 4;     // one of these groups, where two warps share a head
 constexpr int kPairOwn = 16;    // of many tokens, where half a warp holds a head: 4 part .. 4 part + 3 of each 64
 
 __device__ __forceinline__ constexpr int dimension(int lane, int i) { return i / 4 * (kDim / 2) + 4 * lane + i % 4; }
@@ -19,27 +20,26 @@ struct Int8Store {
     // + 128.
     template <int kGroups>
     __device__ static void quantise(const float (&v)[4 * kGroups], unsigned (&words)[kGroups], unsigned (&scale_bits)[kGroups]) {
-        float largest[kGroups];
+        unsigned largest[kGroups]; // as bits, whose order is that of sizes, a NaN above all
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            largest[group] = 0;
+            unsigned sizes[4];
 #pragma unroll
-            for (int i = 4 * group; i < 4 * group + 4; ++i) {
-                const float size = fabsf(v[i]);
-                largest[group] = size > largest[group] || size != size ? size : largest[group]; // a NaN stays, unlike in fmaxf
+            for (int i = 0; i < 4; ++i) {
+                sizes[i] = __float_as_uint(v[4 * group + i]) & 0x7FFFFFFFu;
             }
+            largest[group] = max(max(sizes[0], sizes[1]), max(sizes[2], sizes[3]));
         }
 #pragma unroll
         for (int step = 1; step < kBlock / 4; step *= 2) {
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {
-                const float other = __shfl_xor_sync(kAll, largest[group], step);
-                largest[group] = other > largest[group] || other != other ? other : largest[group];
+                largest[group] = max(largest[group], __shfl_xor_sync(kAll, largest[group], step));
             }
         }
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-            scale_bits[group] = half_bits(largest[group] * (1.0f / 127.0f));
+            scale_bits[group] = half_bits(__uint_as_float(largest[group]) * (1.0f / 127.0f));
             const float scale = half_value(scale_bits[group]);
             const float inverse = scale > 0 ? fast_inverse(scale) : 0.0f;
             unsigned codes[4]; // + 128 in the lowest byte, rounded by the addition
@@ -52,34 +52,37 @@ struct Int8Store {
         }
     }
 
-    __device__ static void store_scales(unsigned short *scales, const unsigned (&bits)[2], int offset, int lane) {
+    template <int kGroups>
+    __device__ static void store_scales(unsigned short *scales, const unsigned (&bits)[kGroups], int first, int offset, int lane) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int group = 0; group < kGroups; ++group) {
             if (lane % (kBlock / 4) == 0) {
-                write(scales + offset * kBlocks + dimension(lane, 4 * half) / kBlock, static_cast<unsigned short>(bits[half]));
+                write(scales + offset * kBlocks + dimension(lane, 4 * (first + group)) / kBlock,
+                      static_cast<unsigned short>(bits[group]));
             }
         }
     }
 
-    // Into a tile of keys or of values, at position `offset` of its page.
-    __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *scales, int offset,
-                                 int lane) {
-        unsigned words[2], scale[2];
+    // A lane's groups from `first` on into a tile of keys or of values, at position `offset` of its page.
+    template <int kCount>
+    __device__ static void store(const float (&v)[kCount], int first, bool is_value, void *tile, unsigned short *scales,
+                                 int offset, int lane) {
+        unsigned words[kCount / 4], scale[kCount / 4];
         quantise(v, words, scale);
         unsigned char *bytes = static_cast<unsigned char *>(tile);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int group = 0; group < kCount / 4; ++group) {
+            const int dim = dimension(lane, 4 * (first + group));
             if (is_value) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    write(bytes + value_index<16>(offset, dimension(lane, 4 * half + i)),
-                          static_cast<unsigned char>(words[half] >> 8 * i));
+                    write(bytes + value_index<16>(offset, dim + i), static_cast<unsigned char>(words[group] >> 8 * i));
                 }
             } else {
-                write(reinterpret_cast<unsigned *>(bytes + key_index<16>(offset, dimension(lane, 4 * half))), words[half]);
+                write(reinterpret_cast<unsigned *>(bytes + key_index<16>(offset, dim)), words[group]);
             }
         }
-        store_scales(scales, scale, offset, lane);
+        store_scales(scales, scale, first, offset, lane);
     }
 
     // A key that half a warp holds: lane `part` dimensions 64 g + 4 part .. + 3. Called by the whole warp; `own`: whose is stored.
@@ -106,7 +109,7 @@ struct Int8Store {
         quantise(v, words, scale);
         row[lane] = words[0];
         row[32 + lane] = words[1];
-        store_scales(scales, scale, offset, lane);
+        store_scales(scales, scale, 0, offset, lane);
     }
 
     // A run of sixteen positions at `offset`: 8 bytes a piece and thread, as there are 64 words of four dimensions.
@@ -138,18 +141,20 @@ struct HalfStore {
     static constexpr bool kTurned = false;
     static constexpr int kBytes = 2;
 
-    __device__ static void store(const float (&v)[kOwn], bool is_value, void *tile, unsigned short *, int offset,
+    template <int kCount>
+    __device__ static void store(const float (&v)[kCount], int first, bool is_value, void *tile, unsigned short *, int offset,
                                  int lane) {
         unsigned short *halves = static_cast<unsigned short *>(tile);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int group = 0; group < kCount / 4; ++group) {
+            const int dim = dimension(lane, 4 * (first + group));
             if (is_value) {
 #pragma unroll
-                for (int i = 4 * half; i < 4 * half + 4; ++i) {
-                    write(halves + value_index<8>(offset, dimension(lane, i)), static_cast<unsigned short>(half_bits(v[i])));
+                for (int i = 0; i < 4; ++i) {
+                    write(halves + value_index<8>(offset, dim + i), static_cast<unsigned short>(half_bits(v[4 * group + i])));
                 }
             } else {
-                write(reinterpret_cast<uint2 *>(halves + key_index<8>(offset, dimension(lane, 4 * half))), packed(v, half));
+                write(reinterpret_cast<uint2 *>(halves + key_index<8>(offset, dim)), packed(v, group));
             }
         }
     }

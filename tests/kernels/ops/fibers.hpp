@@ -365,7 +365,7 @@ static int cluster = 1;
 extern "C" void cluster_of(int blocks) { cluster = blocks; }
 inline int cluster_blocks() { return cluster; }
 inline int cluster_rank() { return blockIdx.x % cluster; }
-inline int cluster_index() { return blockIdx.x / cluster; }
+inline int cluster_index() { return cluster > 1 ? blockIdx.y : blockIdx.x; }
 struct Told {};
 inline void begin_in_cluster(Told *, unsigned) {}
 inline void await_beginnings() {}

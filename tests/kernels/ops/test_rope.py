@@ -162,6 +162,24 @@ def test_nan_in_a_value_is_not_lost(device, int8):
 
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp16"])
+@pytest.mark.parametrize("more", [0, _FEW], ids=["few", "many"])
+def test_the_largest_and_the_smallest_finite_elements(device, int8, more):
+    """Squares that overflow give zeros, as a norm in FP32 does, and no NaN; an infinity gives NaN and stays in its head."""
+    tokens = 4 + more
+    case = Case(device, "normal", 2, 1, tokens, int8)
+    heads = case.projection.unflatten(1, (-1, DIM))  # query, gate, query, gate, key, value
+    heads[0, ::2] = torch.finfo(torch.float32).max
+    heads[1, ::2] = 1e-30
+    heads[2, 0, 200] = float("inf")
+    case.weights[:] = 3.0
+    got = qkv_rope(*case.arguments(), case.cache, EPS)
+    keys, _ = case.stored()
+    assert not got[:2].count_nonzero() and not keys[:2].count_nonzero()
+    assert got[2, 0].isnan().any() and torch.isfinite(got[2, 1]).all() and torch.isfinite(got[3:]).all()
+    assert torch.isfinite(keys[:4]).all()
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "fp16"])
 def test_torch_writes_and_reads_the_same_layout(int8):
     """Every element of a page comes back from where it was put, by the reference alone."""
     rng = np.random.default_rng(1)
