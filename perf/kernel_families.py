@@ -1,6 +1,5 @@
 """Attention, delta rule, elementwise kernels and sampling at the 27B's shapes on a rank of two, measured as `perf.kernels`
 measures linears: cold, in captured graphs, beside a plain read of as many bytes and, where there is one, beside a peer.
-Sets of a few tokens of the elementwise kernels (the norm's are 5 MB in all) stay in the second-level cache, for the read too.
 
 Bytes are those that an operation must read and write once.
 """
@@ -25,7 +24,7 @@ from ..kernels.rope import qkv_rope
 from ..kernels.sampling import decide
 from ..kernels.sampling_state import Cuts, Decision, Distributions, LaneSampling
 from ..kernels.weights import Weight
-from .kernels import CASES, random_weight, read_seconds, time_graph
+from .kernels import CASES, cold_copies, random_weight, read_seconds, time_graph
 
 POOL_BYTES = 512 << 20
 HIDDEN, Q_HEADS, KV_HEADS, KEY_HEADS, VALUE_HEADS, VOCABULARY = 5120, 12, 2, 8, 24, 248320
@@ -75,7 +74,7 @@ class FamilyRow:
 
 
 def _copies(nbytes: int) -> int:
-    return max(2, min(32, -(-POOL_BYTES // nbytes)))
+    return cold_copies(nbytes, POOL_BYTES, 32)
 
 
 def _cache(positions: int, device: torch.device, *, int8: bool) -> KVCache:
@@ -196,10 +195,14 @@ def elementwise(device: torch.device) -> Iterator[Measurement]:
         yield Measurement(f"embed, {tokens:,} tokens", tokens * HIDDEN * 6, calls)
         width = 2 * (Q_HEADS + KV_HEADS) * DIM
         projection = torch.randn(sets, tokens, width, device=device)
-        places = torch.arange(tokens, device=device, dtype=torch.int32)
+        places = torch.arange(
+            tokens, device=device, dtype=torch.int32
+        )  # the same in all layers of a round, as their slots are
         turn = partial(_turning(device), positions=places.expand(3, tokens).contiguous(), slots=places)
+        queries = torch.empty(sets, tokens, Q_HEADS, DIM, dtype=torch.float16, device=device)
+        calls = [partial(turn, part, out=query) for part, query in zip(projection, queries, strict=True)]
         nbytes = tokens * DIM * (4 * (Q_HEADS + 2 * KV_HEADS) + 2 * Q_HEADS) + tokens * KV_HEADS * (2 * DIM + 16)
-        yield Measurement(f"qkv_rope int8, {tokens:,} tokens", nbytes, [partial(turn, part) for part in projection])
+        yield Measurement(f"qkv_rope int8, {tokens:,} tokens", nbytes, calls)
 
 
 def sampling(device: torch.device) -> Iterator[Measurement]:

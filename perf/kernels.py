@@ -31,10 +31,15 @@ from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 POOL_BYTES = 2 << 30
 MOST_COPIES = 64
+COLD_BYTES = (
+    256 << 20
+)  # of all copies at least, however small each is: four times and more of any card's second-level cache
 REPLAYS = 15
 WARM_SECONDS = 0.02
 READ_THREADS = 512
 READ_BLOCKS_A_SM = (1, 2, 4)
+FEW_BYTES = 1 << 20  # for which fewer and smaller blocks may be better
+FEW_THREADS, FEW_BLOCKS = 128, (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,11 @@ def copies_of(nbytes: int, pool: int = POOL_BYTES) -> int:
     return max(2, min(MOST_COPIES, -(-pool // nbytes)))
 
 
+def cold_copies(nbytes: int, pool: int = POOL_BYTES, most: int = MOST_COPIES) -> int:
+    """How many sets of so many bytes no second-level cache holds, of the pool at most `most` if they are large."""
+    return max(2, min(most, -(-pool // nbytes)), -(-min(pool, COLD_BYTES) // nbytes))
+
+
 def read_seconds(nbytes: int, device: torch.device, pool: int = POOL_BYTES, overlap: bool = False) -> float:
     """Seconds of the plain read of `nbytes` (rounded down to 16), at the best of a few grids.
 
@@ -177,19 +187,22 @@ def read_seconds(nbytes: int, device: torch.device, pool: int = POOL_BYTES, over
     """
     module = load("read.cu", device.index)
     count = nbytes // 16
-    sets = copies_of(nbytes, pool)
+    sets = cold_copies(nbytes, pool)
     data = torch.randint(0, 255, (sets, count * 16), dtype=torch.uint8, device=device)
     never = torch.zeros(1, dtype=torch.int32, device=device)
     best = float("inf")
     processors = multiprocessors(device.index)
-    for blocks in READ_BLOCKS_A_SM:
-        grid, shared = blocks * processors, {0}
-        if overlap:
+    grids = [(blocks * processors, READ_THREADS) for blocks in READ_BLOCKS_A_SM]
+    if nbytes < FEW_BYTES:
+        grids += [(blocks, FEW_THREADS) for blocks in FEW_BLOCKS]
+    for grid, threads in grids:
+        shared = {0}
+        if overlap and grid >= processors:
             limits = block_shared_bytes(device.index), multiprocessor_shared_bytes(device.index)
             shared.add(spread(0, grid, processors, *limits))
         for room in shared:
             calls = [
-                partial(module.launch, "read_plain", grid, READ_THREADS, (part, never, count), room, overlap)
+                partial(module.launch, "read_plain", grid, threads, (part, never, count), room, overlap)
                 for part in data
             ]
             best = min(best, time_graph(calls, overlap))

@@ -97,7 +97,7 @@ def test_the_plain_read_is_launched_as_what_is_held_against_it(monkeypatch, over
 
     class Recorder:
         def launch(self, name, grid, threads, arguments, shared_bytes, early):
-            launched.append((name, grid, shared_bytes, early))
+            launched.append((name, grid, threads, shared_bytes, early))
 
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "load", lambda source, device: Recorder())
@@ -111,11 +111,24 @@ def test_the_plain_read_is_launched_as_what_is_held_against_it(monkeypatch, over
         return 1e-6 * len(timed)
 
     monkeypatch.setattr(kernels, "time_graph", clock)
-    assert kernels.read_seconds(64, torch.device("cpu"), 128, overlap) == 1e-6
+    large = {(blocks * 3, 512, spread) for blocks in (1, 2, 4) for spread in {False, overlap}}
+    assert kernels.read_seconds(kernels.FEW_BYTES, torch.device("cpu"), kernels.FEW_BYTES, overlap) == 1e-6
     assert set(timed) == {overlap} and {early for *_, early in launched} == {overlap}
-    assert {(grid, bool(room)) for _, grid, room, _ in launched} == {
-        (blocks * 3, spread) for blocks in (1, 2, 4) for spread in {False, overlap}
-    }
+    assert {(grid, threads, bool(room)) for _, grid, threads, room, _ in launched} == large
+    launched.clear()
+    kernels.read_seconds(64, torch.device("cpu"), 128, overlap)  # few bytes: small blocks, too
+    few = {(blocks, 128, spread) for blocks in (16, 32, 64, 128, 256) for spread in {False, overlap}}
+    assert {(grid, threads, bool(room)) for _, grid, threads, room, _ in launched} == large | few
+
+
+@pytest.mark.parametrize("nbytes", [1, 100_000, 4 << 20, 50 << 20, 3 << 30])
+def test_copies_are_together_larger_than_any_cache(monkeypatch, nbytes):
+    pool = 512 << 20
+    count = kernels.cold_copies(nbytes, pool, 32)
+    assert count >= 2 and count * nbytes >= min(256 << 20, 32 * nbytes)
+    assert (count - 1) * nbytes < max(2 * nbytes, pool)
+    assert count <= max(32, -(-(256 << 20) // nbytes))
+    assert kernels.cold_copies(nbytes, 16) == max(2, -(-16 // nbytes))  # a small pool is what was asked for
 
 
 def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(monkeypatch):
