@@ -199,8 +199,8 @@ def elementwise(device: torch.device) -> Iterator[Measurement]:
             tokens, device=device, dtype=torch.int32
         )  # the same in all layers of a round, as their slots are
         turn = partial(_turning(device), positions=places.expand(3, tokens).contiguous(), slots=places)
-        queries = torch.empty(sets, tokens, Q_HEADS, DIM, dtype=torch.float16, device=device)
-        calls = [partial(turn, part, out=query) for part, query in zip(projection, queries, strict=True)]
+        query = torch.empty(tokens, Q_HEADS, DIM, dtype=torch.float16, device=device)  # one for all layers, likewise
+        calls = [partial(turn, part, out=query) for part in projection]
         nbytes = tokens * DIM * (4 * (Q_HEADS + 2 * KV_HEADS) + 2 * Q_HEADS) + tokens * KV_HEADS * (2 * DIM + 16)
         yield Measurement(f"qkv_rope int8, {tokens:,} tokens", nbytes, calls)
 
