@@ -106,6 +106,7 @@ UNITS: Mapping[str, Mapping[str, Unit]] = {
     },
     "norm.cu": {
         "rms_norm": Unit(320, WHOLE, 14 * HIDDEN, flight=8 * HIDDEN),
+        "rms_norm_5120": Unit(320, WHOLE, 14 * HIDDEN, flight=8 * HIDDEN),
         "gated_rms_norm": Unit(128, WHOLE, 4 * 10 * HEAD, flight=4 * 8 * HEAD),
         "gated_rms_norm_many": Unit(128, WHOLE, 12 * 10 * HEAD, flight=12 * 8 * HEAD),
         "output_gate": Unit(256, LARGEST, 10 * 4 * 32, warps=1, flight=8 * 8 * 4 * 32),

@@ -3,6 +3,9 @@
 #include "half.cuh"
 
 constexpr float kLargestHalf = 65504.0f;
+// A norm's factor comes last, after what is linear: its sum is under way meanwhile. What is weighted before it is made small, so
+// that no finite element overflows; a power of two, which changes no bits.
+constexpr float kSmall = 0x1p-16f;
 constexpr unsigned kAll = 0xFFFFFFFFu;
 #if __CUDA_ARCH__ >= 900
 constexpr bool kOverlaps = true; // whether a launch may begin before the one before it has ended
@@ -17,6 +20,9 @@ __device__ __forceinline__ float warp_sum(float value) {
     }
     return value;
 }
+
+// Zero in blocks of one dimension, of which the compiler does not know so: what counts with it stays behind what the warp has done.
+__device__ __forceinline__ int zero_behind() { return __shfl_sync(kAll, threadIdx.y, threadIdx.x % 32); }
 
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
@@ -79,6 +85,9 @@ __device__ __forceinline__ void count_overflows(int overflows, int *count) {
 __device__ __forceinline__ float sigmoid(float x) { return fast_inverse(1.0f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 __device__ __forceinline__ float softplus(float x) { return log1pf(expf(-fabsf(x))) + fmaxf(x, 0.0f); }
+
+// Times (1 + weight) kSmall. Rounded: whether it is fused with a sum must not be the compiler's choice.
+__device__ __forceinline__ float weighted(float v, float weight, float small = kSmall) { return __fmul_rn(v, fmaf(weight, small, small)); }
 
 __device__ __forceinline__ float4 scaled(float4 v, float factor) {
     return {v.x * factor, v.y * factor, v.z * factor, v.w * factor};

@@ -293,8 +293,8 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
             write(stream + quad, values[k]);
         }
     }
-    normalise_row(OneBlock(), values, weights, quads, eps, half_out + static_cast<size_t>(row) * half_stride, nullptr,
-                  overflows ? overflows + row : nullptr, scratch);
+    normalise_row<false>(OneBlock(), values, weights, quads, eps, half_out + static_cast<size_t>(row) * half_stride, nullptr,
+                  overflows ? overflows + row : nullptr, scratch, [](int) {});
 }
 
 // part: FP32 [rows, columns], one row every part_stride; out: FP32 [rows, 2 columns], one row every out_stride: rank 0's

@@ -5,15 +5,18 @@ constexpr int kThreads = 256;
 
 // x: FP32 [T, columns], one row every x_stride; delta (may be null): FP32 likewise, added to x in place first.
 // y = x / sqrt(mean(x^2) + eps) * (1 + weight), to fp16 `half_out` and FP32 `wide_out` (either may be null).
-// A row a cluster, whose threads together hold it.
-extern "C" __global__ void __launch_bounds__(kRowThreads)
-    rms_norm(float *x, int x_stride, const float *delta, int delta_stride, const float *weight, unsigned short *half_out,
-             int half_stride, float *wide_out, int wide_stride, int *overflows, int columns, float eps) {
+// A row a cluster, whose threads together hold it. kColumns: of a row, 0 if the compiler does not know.
+template <int kColumns>
+__device__ __forceinline__ void norm_rows(float *x, int x_stride, const float *delta, int delta_stride, const float *weight,
+                                          unsigned short *half_out, int half_stride, float *wide_out, int wide_stride,
+                                          int *overflows, int columns, float eps) {
     __shared__ __align__(16) float scratch[kRowWarps];
     __shared__ Told told;
-    const Cluster team(&told);
+    constexpr int kThreads = (kColumns + kRowQuads * 4 * 32 - 1) / (kRowQuads * 4 * 32) * 32; // `row_threads` in norm.py
+    constexpr bool kWhole = kColumns > 0 && kColumns == kThreads * kRowQuads * 4;              // each thread has all its quads
+    const Cluster<kThreads> team(&told);
     const size_t row = cluster_index();
-    const int quads = columns / 4;
+    const int quads = (kColumns ? kColumns : columns) / 4;
     float4 *own = reinterpret_cast<float4 *>(x + row * x_stride);
     const float4 *added = reinterpret_cast<const float4 *>(delta + row * delta_stride);
     float4 values[kRowQuads], weights[kRowQuads], more[kRowQuads] = {}; // all asked for at once, where they stand: one wait
@@ -22,14 +25,14 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * team.threads() + team.thread();
         const float4 *from = reinterpret_cast<const float4 *>(weight) + quad;
-        weights[k] = quad < quads ? kOverlaps ? read_here(from) : read(from) : float4{};
+        weights[k] = kWhole || quad < quads ? kOverlaps ? read_here(from) : read(from) : float4{};
     }
     await_previous();
     if (delta) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
             const int quad = k * team.threads() + team.thread();
-            if (quad < quads) {
+            if (kWhole || quad < quads) {
                 more[k] = read_here(added + quad);
             }
         }
@@ -37,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int k = 0; k < kRowQuads; ++k) {
         const int quad = k * team.threads() + team.thread();
-        values[k] = quad < quads ? read_here(own + quad) : float4{};
+        values[k] = kWhole || quad < quads ? read_here(own + quad) : float4{};
     }
     unsigned short *half_row = half_out ? half_out + row * half_stride : nullptr;
     float *wide_row = wide_out ? wide_out + row * wide_stride : nullptr;
@@ -46,16 +49,34 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     if (delta) {
 #pragma unroll
         for (int k = 0; k < kRowQuads; ++k) {
-            const int quad = k * team.threads() + team.thread();
             values[k] = {values[k].x + more[k].x, values[k].y + more[k].y, values[k].z + more[k].z,
                          values[k].w + more[k].w};
-            if (quad < quads) {
-                write(own + quad, values[k]);
-            }
         }
     }
-    normalise_row(team, values, weights, quads, eps, half_row, wide_row, overflows ? overflows + row : nullptr, scratch);
+    const auto keep_sum = [&](int zero) {
+#pragma unroll
+        for (int k = 0; k < kRowQuads; ++k) {
+            const int quad = k * team.threads() + team.thread();
+            if (delta && (kWhole || quad < quads)) {
+                write(own + quad + zero, values[k]);
+            }
+        }
+    };
+    normalise_row<kWhole>(team, values, weights, quads, eps, half_row, wide_row, overflows ? overflows + row : nullptr, scratch,
+                          keep_sum);
 }
+
+#define RMS_NORM(name, kColumns)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(kRowThreads)                                                          \
+        name(float *x, int x_stride, const float *delta, int delta_stride, const float *weight,                        \
+             unsigned short *half_out, int half_stride, float *wide_out, int wide_stride, int *overflows, int columns, \
+             float eps) {                                                                                              \
+        norm_rows<kColumns>(x, x_stride, delta, delta_stride, weight, half_out, half_stride, wide_out, wide_stride,    \
+                            overflows, columns, eps);                                                                  \
+    }
+
+RMS_NORM(rms_norm, 0)
+RMS_NORM(rms_norm_5120, 5120) // the 27B's
 
 // x: FP32 [T, heads, 128]; gate: FP32 [T, heads * 128], one row every gate_stride.
 // y = x / sqrt(mean(x^2) + eps) * weight * silu(gate), fp16 [T, heads * 128]. A warp takes kEach heads, which it asks for

@@ -123,15 +123,7 @@ __device__ __forceinline__ float turn(float v, float other, float cosine, float 
     return fmaf(v, cosine, __fmul_rn(other, sine));
 }
 
-// The norm's factor comes last, for what lies between is linear: its sum over the warp is under way meanwhile. What goes into sums is
-// made small, so that no finite element overflows in them; a power of two, which changes no bits.
-constexpr float kSmall = 0x1p-16f;
-
-// Times 1 + weight. Rounded: whether it is fused with a sum must not be the compiler's choice, which would not be the same in both
-// forms.
-__device__ __forceinline__ float weighted(float v, float weight) { return __fmul_rn(v, fmaf(weight, kSmall, kSmall)); }
-
-// What is to follow: 1 / sqrt(mean + eps).
+// What turned heads are multiplied by in the end, as `weighted` made them small.
 template <class Store> __device__ __forceinline__ float norm_factor(float squares, float eps) {
     return fast_inverse_root(squares / kDim + eps) * ((Store::kTurned ? kTurnScale : 1.0f) / kSmall);
 }

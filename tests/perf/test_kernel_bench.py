@@ -155,8 +155,8 @@ def test_neighbours_are_the_launches_of_a_layer_with_and_without_the_operation(m
             names.append("|")
             launches[0]()
     runs = [run.split() for run in " ".join(names).split("|")[1:]]
-    assert runs[0] == ["rms_norm", "linears", "delta_decode", "gated_rms_norm", "linear"]
-    assert runs[4] == ["rms_norm", "linears", "qkv_rope_int8", "linear"]
+    assert runs[0] == ["rms_norm_5120", "linears", "delta_decode", "gated_rms_norm", "linear"]
+    assert runs[4] == ["rms_norm_5120", "linears", "qkv_rope_int8", "linear"]
     assert [len(run) for run in runs[:8]] == [5, 4, 5, 4, 4, 3, 4, 3] and runs[:8] == runs[8:16]
 
 

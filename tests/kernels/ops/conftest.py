@@ -61,6 +61,7 @@ EARLY_READS = {
     "mailbox_gather": set(),
 }
 EARLY_READS["qkv_rope_many"] = EARLY_READS["qkv_rope"]
+EARLY_READS["rms_norm_5120"] = EARLY_READS["rms_norm"]
 EARLY_WRITES = {"delta_decode_apart": {"state", "rows"}}  # what it alone keeps
 
 
@@ -184,12 +185,19 @@ def compiled(source: str, arch: str, folder: Path) -> Emulated:
 
 def parameters_of(text: str) -> dict[str, list[str]]:
     """Names of every kernel's parameters; those of a macro's kernels under each name that it makes."""
-    found: dict[str, list[str]] = {}
-    for name, parameters in re.findall(r"(\w+)\(([^()]*)\)\s*\{", BOUNDS.sub("", text).replace("\\\n", " ")):
-        found[name] = [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",") if parameter.strip()]
-    macro = found.pop("name", None)
-    made = [second for _, second in KERNEL.findall(BOUNDS.sub("", text)) if second and second != "name"]
-    return found | ({name: macro for name in made} if macro else {})
+    text = BOUNDS.sub("", text).replace("\\\n", " ")
+    found = dict(_named(text))
+    found.pop("name", None)
+    for macro, body in re.findall(r"^#define (\w+)\(name,[^)]*\)(.*)$", text, re.M):
+        parameters = dict(_named(body)).get("name")
+        if parameters is not None:
+            found |= dict.fromkeys(re.findall(rf"^{macro}\((\w+),", text, re.M), parameters)
+    return found
+
+
+def _named(text: str) -> Iterator[tuple[str, list[str]]]:
+    for name, parameters in re.findall(r"(\w+)\(([^()]*)\)\s*\{", text):
+        yield name, [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",") if parameter.strip()]
 
 
 @pytest.fixture(scope="session")
