@@ -60,7 +60,8 @@ def decide(
     were drawn from, for `decision.sources`. `purpose` DRAFT and `counted` False draw a draft; `counted` adds the tokens to
     the lanes' histories. `progress`, of the delta rule, is advanced. mask int32 [R, V / 32 rounded up], a bit an id, the
     lowest first: ids without theirs cannot come; at least one must. Minus infinity is a logit of an id that cannot come: for
-    a draft, and for any row with `sparse` (kernels/candidates.py). `drawn`: where the result goes.
+    a draft, and for any row with `sparse` (kernels/candidates.py). `drawn`: where the result goes,
+    which of a sequence without a lane stays as it is.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """
@@ -285,11 +286,7 @@ def _checked(
 
 def _checked_drawn(drawn: Drawn | None, count: int, device: torch.device) -> Drawn:
     if drawn is None:
-        return Drawn(
-            torch.empty(count, MAX_DRAFTS + 1, dtype=torch.int32, device=device),
-            torch.empty(count, dtype=torch.int32, device=device),
-            torch.empty(count, dtype=torch.float64, device=device),
-        )
+        return Drawn.empty(count, device)
     check("drawn.tokens", drawn.tokens, torch.int32, (count, MAX_DRAFTS + 1), device)
     check("drawn.produced", drawn.produced, torch.int32, (count,), device)
     check("drawn.chance", drawn.chance, torch.float64, (count,), device)

@@ -279,3 +279,12 @@ class Drawn:
     tokens: Tensor
     produced: Tensor
     chance: Tensor
+
+    @classmethod
+    def empty(cls, sequences: int, device: torch.device) -> "Drawn":
+        """What sequences have to which no lane belongs: no tokens."""
+        return cls(
+            torch.full((sequences, MAX_DRAFTS + 1), -1, dtype=torch.int32, device=device),
+            torch.zeros(sequences, dtype=torch.int32, device=device),
+            torch.ones(sequences, dtype=torch.float64, device=device),
+        )

@@ -22,7 +22,7 @@ from ..kernels.module import forced_arch, overlapping, overlaps
 from ..kernels.prefill_attention import gather, prefill_attention
 from ..kernels.rope import qkv_rope
 from ..kernels.sampling import decide
-from ..kernels.sampling_state import Cuts, Decision, Distributions, LaneSampling
+from ..kernels.sampling_state import Cuts, Decision, Distributions, Drawn, LaneSampling
 from ..kernels.weights import Weight
 from .kernels import CASES, cold_copies, random_weight, read_seconds, time_graph
 
@@ -212,13 +212,13 @@ def sampling(device: torch.device) -> Iterator[Measurement]:
     lanes = LaneSampling.empty(1, VOCABULARY, device, bias=False)
     lanes.start(0, [1], temperature=0.8, top_k=40, top_p=0.95)
     decision = Decision.of([0], [9], [[1, 2, 3]], device)
-    into = Distributions.empty(rows, VOCABULARY, device)
+    into, drawn = Distributions.empty(rows, VOCABULARY, device), Drawn.empty(1, device)
     forms = {"top-k and top-p": Cuts(listed=True), "top-p": Cuts(top_k=False), "no cut": Cuts(top_k=False, top_p=False)}
     forms["greedy"] = Cuts(top_k=False, top_p=False, greedy=True)
     for what, cuts in forms.items():
         if cuts.greedy:
             lanes.temperature.zero_()
-        call = partial(decide, logits, decision, lanes, into, cuts=cuts, counted=False)
+        call = partial(decide, logits, decision, lanes, into, cuts=cuts, counted=False, drawn=drawn)
         yield Measurement(f"round of 4 rows, {what}", rows * VOCABULARY * 4, [call] * 4)
     tokens = torch.zeros(rows, dtype=torch.int32, device=device)
     yield Measurement(

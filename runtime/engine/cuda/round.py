@@ -75,11 +75,7 @@ class Buffers:
         self.kept = Pass.empty(KEPT, near, 1 + drafts)
         self.steps = [Pass.empty(DRAFT, near, 1) for _ in range(drafts)]
         self.verified = Pass.empty(VERIFY, tables, 1 + drafts)
-        self.drawn = Drawn(
-            torch.zeros(sequences, MAX_DRAFTS + 1, dtype=torch.int32, device=device),
-            torch.zeros(sequences, dtype=torch.int32, device=device),
-            torch.ones(sequences, dtype=torch.float64, device=device),
-        )
+        self.drawn = Drawn.empty(sequences, device)
         self.report = torch.zeros(sequences + 1, REPORT, dtype=torch.int32, device=device)
 
 

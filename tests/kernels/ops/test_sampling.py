@@ -168,6 +168,20 @@ def test_certain_drafts_and_lanes_side_by_side(device, wish):
     assert results[0].produced.tolist()[1:] == [2, 0]
 
 
+@pytest.mark.parametrize("wish", ["plain", "greedy"])
+def test_a_sequence_without_a_lane_has_no_token(device, wish):
+    """Neither memory that nobody wrote: what is made for the result says so beforehand."""
+    logits, results = logits_of("normal", 3, np.random.default_rng(4), device), []
+    for operation in (decide, reference_of):
+        sampling = lanes_with([WISHES[wish]], device)
+        decision = Decision.of([-1, 0, -1], [0, 60, 0], [[], [], []], device)
+        cuts = Cuts(False, False, greedy=wish == "greedy")
+        results.append(operation(logits, decision, sampling, Distributions.empty(3, V, device), cuts=cuts))
+    same(*results)
+    assert results[0].produced.tolist() == [0, 1, 0]
+    assert results[0].tokens[::2].eq(-1).all() and results[0].chance.tolist()[::2] == [1.0, 1.0]
+
+
 def test_many_draws_follow_the_distribution(device):
     """The cut and the draw together: frequencies of 200 draws, against the reference's probabilities."""
     if device.type == "cpu":
