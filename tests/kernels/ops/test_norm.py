@@ -50,6 +50,18 @@ def test_what_overflows_is_the_largest_and_counted(device):
     assert got[0, 3] == 65504 and torch.isnan(got[2]).all() and not got[1].any()
 
 
+@pytest.mark.parametrize("columns", [1024, 5120])
+def test_the_largest_finite_elements_give_zeros_and_no_nan(device, columns):
+    """As a norm in FP32 whose squares overflow; an infinity gives NaN, in its row."""
+    x = torch.ones(4, columns, device=device)
+    x[0], x[1, 7], x[2, 9] = torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, float("inf")
+    weight, wide = torch.full((columns,), 60000.0, device=device), torch.empty_like(x)
+    got = norm.rms_norm(x, weight, EPS, wide=wide)
+    assert not wide[:2].count_nonzero() and not got[:2].count_nonzero()
+    assert wide[2].isnan().any() and got[2].isnan().any()
+    assert (wide[3] - 60001).abs().max() < 0.1 and got[3].eq(torch.tensor(60001.0).half().item()).all()
+
+
 @pytest.mark.parametrize("heads", [1, 24, 48])
 def test_gated_rms_norm(device, heads):
     rng = np.random.default_rng(heads)
