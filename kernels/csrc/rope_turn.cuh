@@ -14,6 +14,19 @@ __device__ __forceinline__ void butterfly(float &a, float &b) {
     b = low - b;
 }
 
+// The steps between kLanes lanes that stand side by side.
+template <int kLanes, int kCount> __device__ __forceinline__ void butterflies_between(float (&v)[kCount], int lane) {
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+        const float sign = lane & step ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float other = __shfl_xor_sync(kAll, v[i], step);
+            v[i] = fmaf(v[i], sign, other);
+        }
+    }
+}
+
 // Half of a head's results, those of dimensions 128 half + 4 lane .. + 3, of eight values a lane.
 __device__ __forceinline__ void hadamard_half(float (&v)[kOwn], int half, int lane, float (&out)[kHalfOwn]) {
 #pragma unroll
@@ -29,15 +42,7 @@ __device__ __forceinline__ void hadamard_half(float (&v)[kOwn], int half, int la
     for (int i = 0; i < kHalfOwn; ++i) {
         out[i] = v[i] + (half ? -v[i + kHalfOwn] : v[i + kHalfOwn]);
     }
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const float sign = lane & step ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < kHalfOwn; ++i) {
-            const float other = __shfl_xor_sync(kAll, out[i], step);
-            out[i] = fmaf(out[i], sign, other);
-        }
-    }
+    butterflies_between<32>(out, lane);
 }
 
 // The same steps in the same order on two heads side by side, lanes 0 .. 15 and 16 .. 31: what was a step between lanes 16 apart
@@ -52,15 +57,7 @@ __device__ __forceinline__ void hadamard_pair(float (&v)[kPairOwn], int part) {
             }
         }
     }
-#pragma unroll
-    for (int step = 1; step < 16; step *= 2) {
-        const float sign = part & step ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < kPairOwn; ++i) {
-            const float other = __shfl_xor_sync(kAll, v[i], step);
-            v[i] = fmaf(v[i], sign, other);
-        }
-    }
+    butterflies_between<16>(v, part);
 #pragma unroll
     for (int i = 0; i < kPairOwn; ++i) {
         if (!(i & 4)) {
