@@ -1,7 +1,8 @@
 """Every kernel by small launches, for compute-sanitizer: `python -m duovolt.tests.sanitizer [PART[@compute_70] ...]`.
 
 A part is a family of operations; behind @ the architecture whose code runs, else that of sm_90. `--tool`: what looks on; what it
-makes too slow is left out. `--recorded`: without a card. `--all FOLDER`: everything under every tool (docs/kernels.md).
+makes too slow is left out. `--recorded`: without a card. `--all FOLDER`: everything under every tool (docs/kernels.md), on a
+card of compute capability 9.0.
 """
 
 import argparse
