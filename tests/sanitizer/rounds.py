@@ -7,36 +7,20 @@ from duovolt.kernels.round import round_advance, round_rows, scatter_logits
 from duovolt.kernels.round_state import DRAFT as DRAFT_ROWS
 from duovolt.kernels.round_state import KEPT, VERIFY, Draws, Lanes, Pass
 from duovolt.kernels.sampling_state import Drawn
+from duovolt.tests.support.round_lanes import draws_on, lanes_on
 
 from .launching import empty, here, ints, randn, run, touch, zeros
 
 
 def _lanes():
-    lanes = Lanes.empty(4, 5, "cpu")
-    rows = {
-        "lengths": [100, 70, 127, 9],
-        "limits": [300, 73, 300, 0],
-        "prompts": [40, 70, 40, 9],
-        "shifts": [0, -7, 3, 0],
-        "kept": [3, 1, 6, 1],
-    }
-    for name, values in rows.items():
-        getattr(lanes, name).copy_(torch.tensor(values))
-    lanes.edges.copy_(torch.arange(12).view(3, 4) + 50)
-    lanes.next.copy_(torch.arange(24).view(4, 6) + 1000)
-    lanes.tables.copy_(torch.arange(20).view(4, 5) % 7)
-    lanes.tables[2, 2:] = -1
+    """Made on the host: a copy writes all of it."""
+    lanes = lanes_on("cpu")
     lanes.stops[2, 5] = 14
     return Lanes(*(part.to(here.device) for part in vars(lanes).values()))
 
 
 def _draws(drafts, sequences):
-    draws = Draws.empty(drafts, sequences, "cpu")
-    draws.tokens[:, :, 0] = torch.arange(max(drafts, 1) * sequences).view(-1, sequences).int() + 7
-    draws.produced.fill_(1)
-    if drafts > 2:
-        draws.produced[1, 0] = 0
-    return Draws(*(part.to(here.device) for part in vars(draws).values()))
+    return Draws(*(part.to(here.device) for part in vars(draws_on("cpu", drafts, sequences)).values()))
 
 
 def _pass(kind, sequences, rows):
