@@ -60,8 +60,8 @@ def decide(
     were drawn from, for `decision.sources`. `purpose` DRAFT and `counted` False draw a draft; `counted` adds the tokens to
     the lanes' histories. `progress`, of the delta rule, is advanced. mask int32 [R, V / 32 rounded up], a bit an id, the
     lowest first: ids without theirs cannot come; at least one must. Minus infinity is a logit of an id that cannot come: for
-    a draft, and for any row with `sparse` (kernels/candidates.py). `drawn`: where the result goes,
-    which of a sequence without a lane stays as it is.
+    a draft, and for any row with `sparse` (kernels/candidates.py). `drawn`: where the result goes;
+    what stands there of a sequence without a lane stays.
 
     Raises InputError where shapes, dtypes, strides or devices do not fit, EnvironmentFault if a kernel cannot start.
     """

@@ -195,11 +195,10 @@ def elementwise(device: torch.device) -> Iterator[Measurement]:
         yield Measurement(f"embed, {tokens:,} tokens", tokens * HIDDEN * 6, calls)
         width = 2 * (Q_HEADS + KV_HEADS) * DIM
         projection = torch.randn(sets, tokens, width, device=device)
-        places = torch.arange(
-            tokens, device=device, dtype=torch.int32
-        )  # the same in all layers of a round, as their slots are
+        # Places and slots are the same in all layers of a round, and one buffer holds the queries of each in turn.
+        places = torch.arange(tokens, device=device, dtype=torch.int32)
         turn = partial(_turning(device), positions=places.expand(3, tokens).contiguous(), slots=places)
-        query = torch.empty(tokens, Q_HEADS, DIM, dtype=torch.float16, device=device)  # one for all layers, likewise
+        query = torch.empty(tokens, Q_HEADS, DIM, dtype=torch.float16, device=device)
         calls = [partial(turn, part, out=query) for part in projection]
         nbytes = tokens * DIM * (4 * (Q_HEADS + 2 * KV_HEADS) + 2 * Q_HEADS) + tokens * KV_HEADS * (2 * DIM + 16)
         yield Measurement(f"qkv_rope int8, {tokens:,} tokens", nbytes, calls)

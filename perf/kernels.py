@@ -31,9 +31,9 @@ from ..kernels.weights import Fp8Weight, HalfWeight, Nvfp4Weight, Weight
 
 POOL_BYTES = 2 << 30
 MOST_COPIES = 64
-COLD_BYTES = (
-    256 << 20
-)  # of all copies at least, however small each is: four times and more of any card's second-level cache
+# Of all copies at least, however small each is, as far as MOST_COLD of them go: four times an H200's second-level cache.
+COLD_BYTES = 256 << 20
+MOST_COLD = 4096
 REPLAYS = 15
 WARM_SECONDS = 0.02
 READ_THREADS = 512
@@ -175,8 +175,9 @@ def copies_of(nbytes: int, pool: int = POOL_BYTES) -> int:
 
 
 def cold_copies(nbytes: int, pool: int = POOL_BYTES, most: int = MOST_COPIES) -> int:
-    """How many sets of so many bytes no second-level cache holds, of the pool at most `most` if they are large."""
-    return max(2, min(most, -(-pool // nbytes)), -(-min(pool, COLD_BYTES) // nbytes))
+    """How many sets of so many bytes: together more than a second-level cache holds; of large ones at most `most`."""
+    cold = min(MOST_COLD, -(-min(pool, COLD_BYTES) // nbytes))
+    return max(2, min(most, -(-pool // nbytes)), cold)
 
 
 def read_seconds(nbytes: int, device: torch.device, pool: int = POOL_BYTES, overlap: bool = False) -> float:

@@ -125,9 +125,9 @@ def test_the_plain_read_is_launched_as_what_is_held_against_it(monkeypatch, over
 def test_copies_are_together_larger_than_any_cache(monkeypatch, nbytes):
     pool = 512 << 20
     count = kernels.cold_copies(nbytes, pool, 32)
-    assert count >= 2 and count * nbytes >= min(256 << 20, 32 * nbytes)
+    assert count >= 2 and count * nbytes >= min(256 << 20, 4096 * nbytes)
     assert (count - 1) * nbytes < max(2 * nbytes, pool)
-    assert count <= max(32, -(-(256 << 20) // nbytes))
+    assert count <= max(32, min(4096, -(-(256 << 20) // nbytes)))  # a read of a few bytes makes no millions of launches
     assert kernels.cold_copies(nbytes, 16) == max(2, -(-16 // nbytes))  # a small pool is what was asked for
 
 
