@@ -54,8 +54,12 @@ def coverage(files: list[Path]) -> None:
     seen: Counter[tuple[str, str, str]] = Counter()
     for file in files:
         for line in file.read_text().splitlines():
-            source, name, arch, count = line.split()
-            seen[source, name, arch] += int(count)
+            words = line.split()
+            if len(words) != 4 or not words[3].isdecimal():
+                raise SystemExit(
+                    f"{file}: {line[:80]!r} is no line of a record (source, kernel, architecture, launches)."
+                )
+            seen[words[0], words[1], words[2]] += int(words[3])
     tell_coverage(seen)
 
 
@@ -81,6 +85,19 @@ def main() -> int:
     parser.add_argument("--coverage", type=Path, nargs="+", metavar="RECORD", help="sum up records")
     parser.add_argument("--all", type=Path, metavar="FOLDER", help="every part under every tool, logs into this folder")
     wanted = parser.parse_args()
+    for one in wanted.parts:
+        part, at, arch = one.partition("@")
+        if part not in (CONTROLS if not at and part in CONTROLS else PARTS) or (at and arch != mod.PORTABLE):
+            parser.error(
+                f"there is no part {one}: {', '.join([*PARTS, *CONTROLS])}, a part's PTX as PART@{mod.PORTABLE}"
+            )
+    try:
+        return _run(wanted)
+    except OSError as fault:
+        parser.error(f"{fault.filename}: {fault.strerror}")
+
+
+def _run(wanted: argparse.Namespace) -> int:
     if wanted.coverage:
         coverage(wanted.coverage)
         return 0
@@ -90,6 +107,8 @@ def main() -> int:
     if wanted.recorded:
         recorder.pretend()
     else:
+        if not torch.cuda.is_available():
+            raise SystemExit("no CUDA device: --recorded shows without one what would be launched.")
         watch()
         here.device = torch.device("cuda", 0)
         torch.zeros(1, device=here.device)

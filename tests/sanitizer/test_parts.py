@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from .campaign import GROUPS, Ended
+from .campaign import CONTROLS, GROUPS, Ended
 
 
 @pytest.mark.timeout(600)
@@ -55,3 +56,32 @@ def test_a_log_is_clean_if_all_ran_and_nothing_was_found(tmp_path, text, clean):
     log = tmp_path / "log"
     log.write_text(text)
     assert Ended("one", log, 0).clean is clean
+
+
+def test_a_control_counts_where_the_tool_names_it(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "=========     at rms_norm_5120+0x4e0\n========= Error: Race reported between Write access at control_race_async+0xe0\n"
+    )
+    found = Ended("control", log, 0)
+    assert found.names("rms_norm") and found.names("control_race_async")
+    assert not found.names("control_race") and not found.names("norm") and not found.names("control_sound")
+    source = Path(__file__).with_name("control.cu").read_text()
+    assert all(name in source for wrong, sound in CONTROLS.values() for name in (*wrong, *sound) if name != "rms_norm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["linears"], "there is no part linears"),
+        (["round@sm_70"], "there is no part round@sm_70"),
+        (["--recorded", "--record", "{folder}/none/record", "round"], "No such file or directory"),
+        (["--coverage", "{folder}/none"], "No such file or directory"),
+        (["--coverage", "{folder}/wrong"], "is no line of a record"),
+    ],
+)
+def test_what_is_asked_for_amiss_is_said_in_a_line(tmp_path, arguments, message):
+    (tmp_path / "wrong").write_text("norm.cu rms_norm sm_90 many\n")
+    command = [sys.executable, "-m", "duovolt.tests.sanitizer", *(one.format(folder=tmp_path) for one in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (1, 2) and message in done.stderr and "Traceback" not in done.stderr
