@@ -101,9 +101,8 @@ def measure_prefill(
                 with using(route_choice(route, device)):
                     rings.append(ring(layer, largest, device))
                     calls = [partial(linear_block, x, weight, out) for weight in weights]
-                    graphs.append(
-                        captured([partial(run_of, calls, rings[-1])])
-                    )  # run once before: factors and order are found
+                    # Run once before it is captured, so that factors and order are found.
+                    graphs.append(captured([partial(run_of, calls, rings[-1])]))
             theirs, *ours = time_in_turn(graphs, len(weights))
             for route, seconds in zip(routes, ours, strict=True):
                 yield PrefillRow(encoding, rows, columns, count, route, seconds, theirs)
