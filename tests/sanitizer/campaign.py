@@ -12,7 +12,7 @@ from pathlib import Path
 
 AT_ONCE = 12
 TOOLS = {"plain": 70, "init": 110, "mem": 80, "race": 115}  # seconds at most, of a process
-_FOUND = re.compile(r"Uninitialized|Invalid|Race reported|Potential|hazard detected")
+_FOUND = re.compile(r"Uninitialized|Invalid|Race reported|Potential|hazard detected| note: ")
 CONTROLS = {  # what a tool must name, and what it must not
     "init": (("control_read", "rms_norm"), ()),
     "mem": (("control_past", "control_read_past"), ()),
