@@ -33,7 +33,9 @@ template <int kThreads> struct Cluster {
     // Both once, by all threads, in this order, before `share`: best while something else is under way.
     __device__ __forceinline__ void begin() const {
         if (blocks > 1) {
-            begin_in_cluster(told, threads() / 32 * sizeof(float));
+            // Not of kThreads: what is known to the compiler it does without a branch, and one thread's making of the barrier by an
+            // instruction of its whole warp, which racecheck takes for a race with the arrival behind it.
+            begin_in_cluster(told, blocks * blockDim.x / 32 * sizeof(float));
         }
     }
     __device__ __forceinline__ void meet() const {
