@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.directory import require_report_place, write_report
 from ..checkpoint.errors import InputError, without_effect
-from .numbers import cards, decimal, numbers_of, whole
+from .numbers import cards, decimal, memory_or_auto, numbers_of, whole
 from .reads import ALWAYS, Condition, Reads, given, spelled, valued, without
 
 EXAMPLE = """examples:
@@ -43,7 +43,7 @@ READS = Reads(
         _ONE_CARD & _TWO_RANKS & _ON_CARD: "collective_us",
         _TWO_RANKS: "head_split",
         given("drafts"): "draft_window",
-        _ON_CARD: "arch graphs",
+        _ON_CARD: "arch graphs plain_weights",
         valued("graphs", "off"): "graphs",  # as it is without a card
     },
     judged="twin",
@@ -92,6 +92,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-split", choices=("on", "off"), default="off", help="as for serve (default: off)")
     parser.add_argument("--graphs", choices=("on", "serial", "off"), default="on", help="as for serve (default: on)")
     parser.add_argument("--draft-window", type=whole, default=0, metavar="N", help="as for serve (default: 0)")
+    parser.add_argument("--plain-weights", type=memory_or_auto, metavar="SIZE", help="as for serve (default: auto)")
     parser.add_argument(
         "--arch", metavar="ARCH", help="code to run, as compute_70, which a V100 gets (default: the card's own)"
     )
@@ -192,7 +193,7 @@ class _Setup:
         from ..perf.model_source import sheet_at
         from ..perf.sheet import sheet_of
         from ..runtime.engine.cuda.executor import CudaExecutor
-        from ..runtime.engine.cuda.plan import Demand, plan_memory
+        from ..runtime.engine.cuda.plan import MARGIN, Demand, plan_memory, room_to_keep
         from ..runtime.engine.pages import pages_for
         from ..runtime.parallel.choice import Choice
         from ..runtime.parallel.device import DeviceCollective, SoloDevice
@@ -232,8 +233,14 @@ class _Setup:
             keys_in_a_row=self._card and torch_attends(torch.cuda.get_device_capability(device)),
             captured=self._card and args.graphs != "off",
             ahead=choice_on(device).layers_ahead(torch.cuda.get_device_capability(device)) if self._card else 0.0,
+            keep=args.plain_weights,
         )  # fmt: skip
         self._plan = plan_memory(self._demand, self._context, lanes * share)
+        if self._card:
+            torch.cuda.empty_cache()
+            left = torch.cuda.mem_get_info(device)[0] + weights.nbytes - MARGIN - self._plan.total
+            kept = room_to_keep(self._demand, left)
+            self._plan = plan_memory(self._demand, self._context, lanes * share, kept)
         link: DeviceCollective = SoloDevice() if args.tp == 1 else Alone(args.tp, weights.tp_rank)
         if args.twin:
             from ..perf.exchanges import measure_exchanges, messages_of
@@ -253,6 +260,7 @@ class _Setup:
             pages=lanes * share,
             int8=args.kv == "int8",
             draft_window=args.draft_window,
+            keep=self._plan.kept,
             attention=args.attention,
             head_split=args.head_split == "on",
             graphs=args.graphs != "off",

@@ -24,7 +24,7 @@ EXAMPLE = """examples:
   duovolt bench kernels --tokens 1 4 --only "gate up" down --ablate
   duovolt bench kernels --tokens 1 4 --rows 32 16 auto --overlap
   duovolt bench kernels --prefill 25 64 256 2048 --route narrow wide beside
-  duovolt bench kernels --prefill 2048 4096 --route narrow ahead
+  duovolt bench kernels --prefill 2048 4096 --route narrow ahead kept
   duovolt bench kernels --prefill 512 2048 --layers --route narrow ahead
   duovolt bench kernels --family attention delta --overlap
 
@@ -72,7 +72,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=ROUTES,
         help="with --prefill, ways to take: the card's own; decode linear and dequantised weights; the wide linear; "
-        "dequantising beside the vendor's product; the next linears' beside this one's (default: chosen)",
+        "dequantising beside the vendor's product; the next linears' beside this one's; weights that stay dequantised "
+        "(default: chosen)",
     )
     parser.add_argument(
         "--layers",

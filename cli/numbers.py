@@ -88,6 +88,14 @@ def memory(text: str) -> int:
     return int(digits) << 10 * unit
 
 
+def memory_or_auto(text: str) -> int | None:
+    """As `memory`; None for the word `auto`."""
+    try:
+        return None if text == "auto" else memory(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither auto, off nor a size such as 512M or 4G") from None
+
+
 def cards(most: int | None = None, *, cpu: bool = True) -> Callable[[str], str]:
     """The type of cards by number, with commas between, at most so many; or `cpu` where that is allowed."""
 

@@ -11,7 +11,8 @@ from .reads import ALWAYS, Reads
 READS = Reads(
     {
         ALWAYS: "dir rank size endpoint shared parent backend max_context lanes drafts prefill_chunk sampleable "
-        "exchange_seconds ends draft_head device kv attention head_split graphs delta draft_window collective pages cpus "
+        "exchange_seconds ends draft_head device kv attention head_split graphs delta draft_window collective pages "
+        "plain_bytes cpus "
         "prefix_bytes prefix_interval drafts_from"  # what a start has no use for is the proxy's to say
     }
 )
@@ -46,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-window", type=whole, default=0, help="as for serve")
     parser.add_argument("--collective", default="", metavar="CHOICE", help="what was chosen between the cards")
     parser.add_argument("--pages", type=whole, default=0, help="pages of the pool; 0: enough for every lane")
+    parser.add_argument("--plain-bytes", type=whole, default=0, help="memory for plain weights that stay")
     parser.add_argument("--cpus", default="", metavar="LIST", help="CPUs near the card, with commas between")
     parser.add_argument("--prefix-bytes", type=whole, default=0, help="memory for the states of kept prefixes")
     parser.add_argument("--prefix-interval", type=whole, default=8192, help="as for serve")

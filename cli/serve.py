@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..checkpoint.errors import InputError, no_effect, without_effect
 from ..checkpoint.numbers import shown
 from .layers import Option, add_options, settle, truth
-from .numbers import cards, memory, positions, seconds, whole_from
+from .numbers import cards, memory, memory_or_auto, positions, seconds, whole_from
 from .reads import ALWAYS, Condition, Reads, given, spelled, valued
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ READS = Reads(
         "served_model_name allow_image_urls max_waiting drain_seconds watchdog_seconds",
         _MODEL: "drafts drafts_from prefill_chunk prefix_cache",
         _FOR_CARDS: "devices kv attention head_split delta",
-        _FOR_CARDS & _ON_CARDS: "graphs collective",
+        _FOR_CARDS & _ON_CARDS: "graphs collective plain_weights",
         _FOR_CARDS & valued("graphs", "off"): "graphs",  # as it is without cards
         _FOR_CARDS & _DRAFTING: "draft_window",
         _MODEL & _DRAFTING: "draft_head",
@@ -105,6 +105,13 @@ def server_options() -> list[Option]:
             "draft-window",
             whole_from(0),
             "tokens of context that drafting looks at, on cards; 0: all (default: 0)",
+        ),
+        Option(
+            "plain-weights",
+            memory_or_auto,
+            "of a card's memory, for weights that stay as prompts' products take them, so that prompts are read sooner: "
+            "what is left (auto), a size at most, such as 4G, or off (default: auto)",
+            metavar="SIZE",
         ),
         Option("lanes", whole_from(1, 4), "answers made at once, 1 to 4 (default: 1)"),
         Option("drafts", whole_from(0, 5), "tokens drafted a round, 0 to 5 (default: 3, or 0 without an MTP layer)"),

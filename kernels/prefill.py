@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import InputError
-from . import plain_ahead, staging, wide
+from . import plain_ahead, plain_kept, staging, wide
 from .half_factors import Shared, shared_factors
 from .linear import MAX_TOKENS, check_addresses, check_rows, linear, linears, linears_reference
 from .plain import Plain
@@ -235,11 +235,15 @@ def _multiply_plain(x: Tensor, weight: Weight, out: Tensor) -> None:
 
 
 def _multiply(x: Tensor, matrix: Plain, out: Tensor) -> None:
-    """By the vendor's product of one plain matrix, which a pass of many products may have made before.
+    """By the vendor's product of one plain matrix, which is kept, or which a pass of many products may have made before.
 
     Else its memory is this call's own: another thread's launches may come between the two, on this stream or another,
     and torch's allocator hands memory on only in the order of a stream, or of the graph that is being captured.
     """
+    held = plain_kept.kept(matrix)
+    if held is not None:
+        _addmm(x, held, matrix.back, out)
+        return
     going = plain_ahead.current()
     if going is None or matrix.elements > going.room:
         plain = matrix.fill(torch.empty(matrix.elements, dtype=torch.float16, device=x.device))

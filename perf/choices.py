@@ -2,7 +2,18 @@
 
 from collections.abc import Mapping
 
-SWITCHES = ("kv", "attention", "head_split", "draft_head", "draft_window", "collective", "graphs", "delta", "prompts")
+SWITCHES = (
+    "kv",
+    "attention",
+    "head_split",
+    "draft_head",
+    "draft_window",
+    "collective",
+    "graphs",
+    "delta",
+    "prompts",
+    "plain_weights",
+)
 
 
 def named_choices(facts: Mapping[str, str]) -> list[str]:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.plain_ahead import PlainAhead
+from ..kernels.plain_kept import PlainKept
 from ..kernels.prefill import linear_block, linear_blocks, swiglu_block
 from ..kernels.tuning import Choice, choice_on, using
-from ..kernels.weights import Weight
+from ..kernels.weights import BAND, Weight
 from .kernels import CASES, captured, likely_weight, random_weight, time_in_turn
-from .prompt_linears import ring, route_choice
+from .prompt_linears import ring, route_choice, store
 
 COPIES = 4
 LAYERS = ("attention in", "delta in")
@@ -119,19 +120,20 @@ def _each(calls: Calls) -> None:
         call()
 
 
-def _all(layers: Sequence[Calls], ahead: PlainAhead | None = None) -> None:
-    with ahead.reading("layers") if ahead else nullcontext():
+def _all(layers: Sequence[Calls], ahead: PlainAhead | None = None, kept: PlainKept | None = None) -> None:
+    with kept.serving() if kept else nullcontext(), ahead.reading("layers") if ahead else nullcontext():
         for calls in layers:
             _each(calls)
 
 
 @dataclass(frozen=True)
 class Way:
-    """Layers' launches, the choice that they run with, and room for weights that are made ahead."""
+    """Layers' launches, the choice that they run with, and room for weights that are made ahead, and for those that stay."""
 
     layers: Sequence[Calls]
     chosen: Choice
     ahead: PlainAhead | None = None
+    kept: PlainKept | None = None
 
 
 def in_chain(ways: Sequence[Way]) -> list[list[float]]:
@@ -158,7 +160,10 @@ def _timed_pass(way: Way) -> list[float]:
     calls = [call for own in way.layers for call in own]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     events[0].record()
-    with way.ahead.reading("layers") if way.ahead else nullcontext():
+    with (
+        way.kept.serving() if way.kept else nullcontext(),
+        way.ahead.reading("layers") if way.ahead else nullcontext(),
+    ):
         for call, event in zip(calls, events[1:], strict=True):
             call()
             event.record()
@@ -169,7 +174,7 @@ def _timed_pass(way: Way) -> list[float]:
 def _alone(way: Way) -> list[float]:
     """Seconds of each call of a layer when none but its like are launched."""
     found = []
-    with using(way.chosen):
+    with using(way.chosen), way.kept.serving() if way.kept else nullcontext():
         for same in zip(*way.layers, strict=True):
             found += time_in_turn([captured(same)], len(same))
     return found
@@ -191,8 +196,9 @@ def measure_layers(
             for route in routes:
                 with using(route_choice(route, device)):
                     ahead = ring(sum(values), max(values), device)
-                    graphs.append(captured([partial(_all, layers, ahead)]))  # run once before, when its order is noted
-                    ways.append(Way(layers, choice_on(device), ahead))
+                    kept = store(route, COPIES * (sum(values) + BAND * max(columns for *_, columns in shapes)), device)
+                    graphs.append(captured([partial(_all, layers, ahead, kept)]))  # run once before: its order is noted
+                    ways.append(Way(layers, choice_on(device), ahead, kept))
             found: list[tuple[Part, ...]] = []
             if parts:
                 chains, alone = in_chain(ways), [_alone(way) for way in ways]

@@ -3,6 +3,7 @@ a rank of two of the 27B.
 
 By a way that makes plain weights ahead, a matrix is measured as a chunk runs it: in a long run of matrices of its shape, each
 dequantised beside the products before it, in a ring of the engine's size. The first of the run is hidden by nothing, and counts.
+Where plain weights stay nothing is dequantised, and the run takes what its products take.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import msgspec
 import torch
 
 from ..kernels.plain_ahead import PlainAhead
+from ..kernels.plain_kept import PlainKept
 from ..kernels.prefill import ahead_elements, linear_block
 from ..kernels.tuning import AHEAD, MOST_WIDE, Choice, choice, choice_on, using
 from .kernels import CASES, captured, likely_weight, time_in_turn
@@ -24,8 +26,8 @@ PREFILL = (("nvfp4", 17408, 5120), ("nvfp4", 5120, 8704), ("fp8", 7168, 5120), (
 # Those that other layers have, and gate or up by itself.
 MORE = (("nvfp4", 8704, 5120), ("fp8", 8192, 5120), ("fp8", 5120, 8704), ("fp8", 5120, 10240))
 # Ways of a linear of many tokens: this card's own, the decode linear and dequantised weights only, the wide linear at every T,
-# dequantising beside the vendor's product, and the next linears' weights beside this one's product.
-ROUTES = ("chosen", "narrow", "wide", "beside", "ahead")
+# dequantising beside the vendor's product, the next linears' weights beside this one's product, and weights that stay.
+ROUTES = ("chosen", "narrow", "wide", "beside", "ahead", "kept")
 _LAYER = ("delta in", "mixer out", "gate up", "down")  # the largest
 Calls = Sequence[Callable[[], object]]
 
@@ -40,6 +42,7 @@ def route_choice(route: str, device: torch.device) -> Choice:
         "narrow": narrow,
         "wide": msgspec.structs.replace(own, wide_from=1, wide_up_to=MOST_WIDE, plain_ahead=0),
         "beside": msgspec.structs.replace(narrow, overlap_dequantising=True),
+        "kept": narrow,
         "ahead": msgspec.structs.replace(narrow, plain_ahead=layers),
     }[route]
 
@@ -53,9 +56,14 @@ def ring(layer: int, largest: int, device: torch.device) -> PlainAhead | None:
     return PlainAhead(ahead_elements(layer, largest, layers), device) if layers else None
 
 
-def run_of(calls: Calls, ahead: PlainAhead | None) -> None:
-    """All in order, as a pass of a chunk where weights are made ahead."""
-    with ahead.reading("run") if ahead else nullcontext():
+def store(route: str, values: int, device: torch.device) -> PlainKept | None:
+    """Room for so many weights that stay, by the route that has it."""
+    return PlainKept(values, values, device) if route == "kept" and device.type == "cuda" else None
+
+
+def run_of(calls: Calls, ahead: PlainAhead | None, kept: PlainKept | None = None) -> None:
+    """All in order, as a pass of a chunk where weights are made ahead, or stay."""
+    with kept.serving() if kept else nullcontext(), ahead.reading("run") if ahead else nullcontext():
         for call in calls:
             call()
 
@@ -96,13 +104,14 @@ def measure_prefill(
             out = torch.empty(count, rows, dtype=torch.float16, device=device)
             products = [partial(torch.mm, x, part.t(), out=out) for part in plain] * ROUNDS
             graphs = [captured([partial(run_of, products, None)])]
-            rings = []  # which graphs go on writing into
+            rings: list[PlainAhead | PlainKept | None] = []  # which graphs go on using
             for route in routes:
                 with using(route_choice(route, device)):
-                    rings.append(ring(layer, largest, device))
+                    ahead, kept = ring(layer, largest, device), store(route, COPIES * rows * columns, device)
+                    rings += [ahead, kept]
                     calls = [partial(linear_block, x, weight, out) for weight in weights]
                     # Run once before it is captured, so that factors and order are found.
-                    graphs.append(captured([partial(run_of, calls, rings[-1])]))
+                    graphs.append(captured([partial(run_of, calls, ahead, kept)]))
             theirs, *ours = time_in_turn(graphs, len(weights))
             for route, seconds in zip(routes, ours, strict=True):
                 yield PrefillRow(encoding, rows, columns, count, route, seconds, theirs)

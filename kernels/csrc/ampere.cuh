@@ -28,6 +28,16 @@ __device__ __forceinline__ void copy_async(SharedAddress shared, const unsigned 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// 16 bytes to global memory, every other of which is among the last to leave the second-level cache: were all of them, they would push
+// one another out.
+__device__ __forceinline__ void store_to_stay(uint4 *global, uint4 words) {
+    unsigned long long half_to_stay;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 0.5;" : "=l"(half_to_stay));
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(global), "r"(words.x), "r"(words.y),
+                 "r"(words.z), "r"(words.w), "l"(half_to_stay)
+                 : "memory");
+}
+
 // The same of what passes once: the first to leave the second-level cache, where the activations should stay.
 __device__ __forceinline__ void copy_once(SharedAddress shared, const unsigned char *global) {
     unsigned long long first_to_leave;

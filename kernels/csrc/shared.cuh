@@ -87,6 +87,9 @@ __device__ __forceinline__ int kept(int value) {
     return same;
 }
 
+// Another lane's value; all lanes of a warp ask.
+__device__ __forceinline__ float from_lane(float value, int lane) { return __shfl_sync(0xFFFFFFFFu, value, lane); }
+
 // A value that all lanes of a warp have, which the compiler knows afterwards.
 __device__ __forceinline__ unsigned uniform(unsigned value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 

@@ -81,6 +81,7 @@ class ReferenceExecutor:
             "head_split": "off" if self.model.shared_head else "none",
             "draft_head": f"{rows}-rows" if rows else "full",
             "draft_window": "off",
+            "plain_weights": "off",
             "graphs": "off",
         }
 

@@ -237,7 +237,7 @@ class RankGroup:
         )
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one thread a rank: a pool would only fight the twin
         if (cards := plan.cards) is not None:
-            options = replace(options, pages=cards.pages)
+            options = replace(options, pages=cards.pages, plain_bytes=cards.kept)
             if cards.uuids:  # every rank sees all the cards in use, and no others, in rank order: peers must be visible
                 environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(cards.visible)}
                 options = replace(

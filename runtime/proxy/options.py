@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-FOR_CARDS = ("kv", "attention", "head_split", "graphs", "delta", "draft_window", "collective")
+FOR_CARDS = ("kv", "attention", "head_split", "graphs", "delta", "draft_window", "collective", "plain_weights")
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class ServeOptions:
     `max_context` 0 is `auto`: on cards the longest that fits, else as None, the model's own limit, at most 32768 (on cards
     None is `auto`). `devices`: numbers of cards, or `cpu`; None: the first ones. `prefix_cache`: bytes; 0 keeps no
     prefixes. `drafts` None: 3 where the model has an MTP layer, else none. `prefill_chunk` None: 2048 tokens for one lane on
-    cards, else 512.
+    cards, else 512. `plain_weights`: bytes of the card's memory; None: what is left.
     `served_model_name` None: the source's repository, else the folder's name. `log_requests` of "-" is standard output.
     `places`: field -> where it stands, for those that stand elsewhere than on the command line.
     """
@@ -31,6 +31,7 @@ class ServeOptions:
     graphs: str = "on"
     delta: str = "chunked"
     draft_window: int = 0
+    plain_weights: int | None = None
     collective: str = "auto"
     lanes: int = 1
     drafts: int | None = None

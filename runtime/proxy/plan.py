@@ -182,6 +182,7 @@ def _settle(
         drafts=drafts,
         prefill_chunk=chunk_of(options, on_cards=not on_cpu),
         max_context=options.max_context or None,
+        plain_weights=options.plain_weights,
     )
     found = preflight(wishes)
     if isinstance(found, Settled):

@@ -119,6 +119,7 @@ def _cuda(options: RankOptions, mailbox: Mailbox | None) -> tuple[SteppingEngine
         overlap=options.graphs == "on",
         chunked_delta=options.delta == "chunked",
         draft_window=options.draft_window,
+        keep=options.plain_bytes,
         attention=options.attention,
         head_split=options.head_split == "on",
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 class RankOptions:
     """`exchange_seconds` bounds every wait for the twin; `sampleable` is the number of ids that the tokenizer can emit;
     `ends` are those that end an answer, with commas between. Of the CUDA backend: `device`, `kv`, `attention`,
-    `head_split`, `graphs`, `delta`, `draft_window`; `pages` of the pool, 0: enough for every lane; `cpus` near the card,
-    with commas between; `collective`: the argument of the chosen way between two cards, empty: the mailbox in host memory."""
+    `head_split`, `graphs`, `delta`, `draft_window`; `pages` of the pool, 0: enough for every lane; `plain_bytes` of memory
+    for plain weights that stay; `cpus` near the card, with commas between; `collective`: the argument of the chosen way between
+    two cards, empty: the mailbox in host memory."""
 
     dir: Path
     rank: int
@@ -38,6 +39,7 @@ class RankOptions:
     draft_window: int = 0
     collective: str = ""
     pages: int = 0
+    plain_bytes: int = 0
     cpus: str = ""
     prefix_bytes: int = 0
     prefix_interval: int = 8192

@@ -27,7 +27,7 @@ _SIGNS = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"), Path("/de
 class Wishes(msgspec.Struct, frozen=True):
     """What the server is to do. `devices`: numbers of cards, None: the first ones; `on_cpu`: kernels' torch references.
 
-    `max_context` None: the longest that fits.
+    `max_context` None: the longest that fits. `plain_weights`: bytes of them to keep for prompts at most, None: as many as fit.
     """
 
     directories: list[str]
@@ -38,11 +38,12 @@ class Wishes(msgspec.Struct, frozen=True):
     drafts: int
     prefill_chunk: int
     max_context: int | None
+    plain_weights: int | None = None
 
 
 class Settled(msgspec.Struct, frozen=True):
     """What was found and decided; the same for every rank. `uuids` and `numbers` of cards in rank order, one card twice if
-    both ranks are to try it; `plan`: lines."""
+    both ranks are to try it; `plan`: lines; `kept`: bytes of plain weights that stay for prompts."""
 
     uuids: list[str]
     numbers: list[int]
@@ -52,6 +53,7 @@ class Settled(msgspec.Struct, frozen=True):
     planned: int
     plan: list[str]
     near: list[list[int]] = []
+    kept: int = 0
 
     @property
     def visible(self) -> list[str]:

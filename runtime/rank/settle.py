@@ -55,6 +55,7 @@ def settle(wishes: Wishes, found: Probe | None) -> Settled:
         card=str(cards[0]) if cards else "none: the kernels' torch references on the CPU",
         max_context=memory.max_context,
         pages=memory.pages,
+        kept=memory.kept,
         planned=memory.total,
         plan=list(memory.lines()),
         near=[sorted(cpus_near(card)) for card in cards],
@@ -80,6 +81,7 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         picture_patches=patches,
         keys_in_a_row=not cards or torch_attends(cards[0].capability),
         captured=bool(cards),
+        keep=wishes.plain_weights,
         ahead=choice_for(cards[0].name).layers_ahead(cards[0].capability) if cards else 0.0,
     )
 

@@ -8,6 +8,7 @@ import torch
 from duovolt.kernels.module import PORTABLE, forced_arch
 from duovolt.kernels.tuning import Choice, using
 from duovolt.runtime.engine.cuda.layers import CapturedChunk
+from duovolt.runtime.engine.cuda.plan import plain_bytes
 from duovolt.runtime.messages import SamplingParams
 from duovolt.runtime.parallel.device import CpuDeviceCollective
 
@@ -133,16 +134,18 @@ def test_on_a_card_captured_chunks_have_the_bits_of_those_that_are_not(tools, en
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(True, marks=needs_gpu), pytest.param(False, marks=needs_gpu)])
-def test_on_a_card_plain_weights_made_ahead_change_no_bit(tools, encoded, graphs):
+def test_on_a_card_plain_weights_made_ahead_or_kept_change_no_bit(tools, encoded, graphs):
     """Chunks that multiply plain weights, in two lanes, captured and not, with the last ones of other lengths."""
     weights, runs = encoded.cuda(torch.device("cuda:0")), []
-    for ahead in (0.0, 1.25):
+    every = plain_bytes(weights.config, 1)
+    for ahead, keep in ((0.0, 0), (1.25, 0), (0.0, every), (1.25, every // 2)):
         with using(Choice(plain_ahead=ahead, sparing_up_to=0)):
             engine = cuda_engine(
-                weights, drafts=2, lanes=2, prefill_chunk=128, max_context=320, graphs=graphs, int8=True
+                weights, drafts=2, lanes=2, prefill_chunk=128, max_context=320, graphs=graphs, int8=True, keep=keep
             )
             executor = engine.executor
             assert executor.model.prompts.ahead == bool(ahead)
+            assert executor.facts["plain_weights"] == (f"{keep // 2 * 2 / 1e9:.2f}GB" if keep else "off")
             executor.warm(chunk=128)
             for _ in range(3):
                 runs.append(tools.drive(engine, *asked(tools)))
@@ -150,5 +153,7 @@ def test_on_a_card_plain_weights_made_ahead_change_no_bit(tools, encoded, graphs
             runs.append(tools.drive(engine, *asked(tools)))
             assert torch.cuda.memory_reserved() == held  # nothing grows from chunk to chunk
             assert executor._graphs.fault is None and executor._graphs.parts_fault is None
+            if keep == every:  # all that its chunks multiply, to the rows of a band
+                assert 0.9 * every <= 2 * executor.model.prompts._kept.used <= every
     for run in runs[1:]:
         assert run.tokens == runs[0].tokens and scores(run) == scores(runs[0])

@@ -86,6 +86,16 @@ inline unsigned multiply_pairs(unsigned a, unsigned b) {
     return to_half(from_half(a & 0xFFFF) * from_half(b & 0xFFFF)) | to_half(from_half(a >> 16) * from_half(b >> 16)) << 16;
 }
 
+inline float from_lane(float value, int lane) {
+    static float values[1024];
+    const int warp = threadIdx.x / 32;
+    values[threadIdx.x] = value;
+    pthread_barrier_wait(&warp_barriers[warp]);
+    const float found = values[warp * 32 + lane];
+    pthread_barrier_wait(&warp_barriers[warp]);
+    return found;
+}
+
 struct Fragment {
     float a[4], b[4];
 };
@@ -161,6 +171,7 @@ template <int kOffset> uint4 read_fresh_if(bool wanted, const void *address) {
 static thread_local std::vector<std::vector<Copy>> groups(1);
 inline void copy_async(SharedAddress shared, const unsigned char *global) { groups.back().push_back({shared, global, true}); }
 inline void copy_once(SharedAddress shared, const unsigned char *global) { copy_async(shared, global); }
+inline void store_to_stay(uint4 *global, uint4 words) { *global = words; }
 inline void copy_once_if(bool wanted, SharedAddress shared, const unsigned char *global) {
     if (wanted) {
         copy_async(shared, global);

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import copy_context
 
 import numpy as np
@@ -13,6 +14,7 @@ from duovolt.checkpoint.errors import InputError
 from duovolt.kernels import plain_ahead, prefill
 from duovolt.kernels.linear import linear
 from duovolt.kernels.plain_ahead import PlainAhead
+from duovolt.kernels.plain_kept import PlainKept
 from duovolt.kernels.prefill import linear_block, linear_blocks, swiglu_block
 from duovolt.kernels.tuning import Choice, using
 
@@ -313,6 +315,54 @@ def test_weights_made_ahead_give_the_bits_of_those_in_turn(encode, room, spared)
             stream.synchronize()
     for got in (found, other):
         assert all(torch.equal(one, wanted) for one, wanted in zip(got, expected[300], strict=True))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("beside", [True, False], ids=["ahead", "in turn"])
+def test_weights_that_stay_give_the_bits_of_those_in_turn(encode, share, beside):
+    """Pass after pass, of several lengths, and captured with a stop in every layer; alone, and beside some made ahead."""
+    rng = np.random.default_rng(17)
+    layers, x = layers_of(encode, rng, 4), activations("normal", 1024, rng, 300)
+    every = 4 * 1024 * (1088 + 1024 + 2 * 2080 + 2080)
+    kept, stream = PlainKept(int(share * every), every, x.device), torch.cuda.Stream(priority=-1)
+    ahead = PlainAhead(2 * 4160 * 1024, x.device) if beside else None
+
+    def reading():
+        return ahead.reading("chain") if ahead else nullcontext()
+
+    with using(replace(WAYS["narrow"], sparing_up_to=0)):
+        expected = {tokens: chain(x[:tokens], layers) for tokens in (97, 300)}
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), kept.serving():
+            for _ in range(4):
+                for tokens, wanted in expected.items():
+                    with reading():
+                        found = chain(x[:tokens], layers)
+                    stream.synchronize()
+                    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), tokens
+            held = kept.used
+            graphs, pool = [torch.cuda.CUDAGraph()], torch.cuda.graph_pool_handle()
+            graphs[-1].capture_begin(capture_error_mode="thread_local", pool=pool)
+
+            def stop() -> None:
+                plain_ahead.join()
+                graphs[-1].capture_end()
+                graphs.append(torch.cuda.CUDAGraph())
+                graphs[-1].capture_begin(capture_error_mode="thread_local", pool=pool)
+
+            with reading():
+                found = chain(x, layers, stop)
+            graphs[-1].capture_end()
+            for _ in range(3):
+                for graph in graphs:
+                    graph.replay()
+                with reading():
+                    other = chain(x, layers)
+            stream.synchronize()
+    for got in (found, other):
+        assert all(torch.equal(one, wanted) for one, wanted in zip(got, expected[300], strict=True))
+    assert kept.used == held and abs(held - share * every) <= 4160 * 1024
+    assert kept.matrices == 16 if share == 1 else 0 < kept.matrices < 16
 
 
 def test_two_threads_each_with_weights_made_ahead(encode):

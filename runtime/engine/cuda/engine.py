@@ -23,7 +23,8 @@ class CudaSettings(EngineSettings):
 
     kv: `int8` or `fp16`; graphs: capture rounds; overlap: let their launches overlap; chunked_delta: prompts go through
     the delta rule 64 tokens at a time; draft_window: tokens of context that drafting looks at, 0: all; attention: `split`
-    or `plain`; head_split: gather candidates in place of whole logits where they are enough.
+    or `plain`; head_split: gather candidates in place of whole logits where they are enough; keep: bytes of plain weights that
+    stay for prompts.
     """
 
     kv: str = "int8"
@@ -33,6 +34,7 @@ class CudaSettings(EngineSettings):
     draft_window: int = 0
     attention: str = "split"
     head_split: bool = False
+    keep: int = 0
 
 
 def load_cuda_engine(
@@ -78,6 +80,7 @@ def load_cuda_engine(
             graphs=settings.graphs,
             overlap=settings.overlap,
             chunked_delta=settings.chunked_delta,
+            keep=settings.keep,
             tower=tower,
         )
         if device.type == "cuda":

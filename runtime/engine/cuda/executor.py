@@ -49,6 +49,7 @@ class CudaExecutor:
     chunked_delta prompts go through the delta rule 64 tokens at a time, on tensor cores; else one by one
     graphs        capture rounds; overlap: their launches may begin before the one before has ended, where the card can
     ahead         start a round before the last one's numbers are read
+    keep          bytes of plain weights that stay for prompts
     tower         reads pictures
     """
 
@@ -71,6 +72,7 @@ class CudaExecutor:
         overlap: bool = True,
         chunked_delta: bool = True,
         ahead: bool = True,
+        keep: int = 0,
         tower: VisionTower | None = None,
         ops: Ops | None = None,
     ) -> None:
@@ -88,7 +90,11 @@ class CudaExecutor:
         if attention == "plain":
             ops = replace(ops, decode_attention=ops.plain_attention, prefill_attention=ops.plain_prefill_attention)
         self.model = CudaModel(
-            *(weights, self.state, link, ops), positions=max_context, draft_head=draft_head, head_split=head_split
+            *(weights, self.state, link, ops),
+            positions=max_context,
+            draft_head=draft_head,
+            head_split=head_split,
+            keep=keep,
         )
         self.overflows = 0
         self._context, self._int8, self._lanes, self._attention = max_context, int8, lanes, attention
@@ -127,6 +133,7 @@ class CudaExecutor:
             "graphs": graphs,
             "delta": self._delta,
             "prompts": choice_on(self._device).prompts + self.model.prompts.told,
+            "plain_weights": self.model.prompts.kept,
             "collective": self._link.name,
         }
 

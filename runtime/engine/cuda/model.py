@@ -36,9 +36,11 @@ class CudaModel:
         positions: int,
         draft_head: bool = True,
         head_split: bool = False,
+        keep: int = 0,
     ) -> None:
         """positions: rotary positions to know; draft_head: draw drafts with the reduced head where there is one;
-        head_split: of a head that is cut over the ranks candidates may be gathered in place of whole logits.
+        head_split: of a head that is cut over the ranks candidates may be gathered in place of whole logits; keep: bytes of plain
+        weights that stay for prompts.
 
         Raises InputError if the ranks of weights and link differ.
         """
@@ -63,7 +65,7 @@ class CudaModel:
         self._graphs: Graphs | None = None
         self._kept: Kept | None = None
         self._chunks: dict[int, CapturedChunk] = {}  # by lane
-        self.prompts = Prompts(weights.config, link.size, device)
+        self.prompts = Prompts(weights.config, link.size, device, keep)
 
     def capture_chunks(self, tokens: int, graphs: Graphs) -> None:
         """From now on capture chunks of so many tokens that begin at multiples of 64, unless they are long or go in halves.
@@ -174,7 +176,7 @@ class CudaModel:
         ):
             self.ops.rms_norm(source, norm, self.common.eps, out=part, overflows=layers.overflows)
         x = torch.empty_like(x)
-        with self.prompts.reading("drafts", tokens):
+        with self.prompts.reading("drafts", tokens, layers=False):
             layers.multiply(joined, [mtp.fc], [x])
             delta = layers.run(x, [mtp.layer], [pool])
         return self._last(x, delta, mtp.norm, layers)

@@ -1,30 +1,40 @@
-"""Where a prompt's work runs: on a stream whose products go first, while the next products' plain weights are made beside."""
+"""Where a prompt's work runs: on a stream whose products go first, while the next products' plain weights are made beside; and
+which plain weights stay."""
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from ....kernels.plain_ahead import PlainAhead
+from ....kernels.plain_kept import PlainKept
 from ....kernels.tuning import choice_on
 from ....model.config import ModelConfig
-from .plan import ahead_bytes
+from .plan import ahead_bytes, plain_bytes
 
 _FIRST = -1  # torch's highest priority
 
 
 class Prompts:
-    """Chunks' stream, and the memory of plain weights that are made ahead; neither where the card's choice is against it.
+    """Chunks' stream, and the memory of plain weights that are made ahead; neither where the card's choice is against it. The
+    memory of those that stay, where there is some.
 
-    Where there is no room for that memory each product makes its own weights, in turn.
+    Without room for either each product makes its own weights, in turn.
     """
 
-    def __init__(self, config: ModelConfig, tp: int, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, tp: int, device: torch.device, keep: int = 0) -> None:
+        """keep: bytes of plain weights that stay."""
         self._device = device
         self._ahead: PlainAhead | None = None
+        self._kept: PlainKept | None = None
         if device.type != "cuda":
             return
+        if keep:
+            try:
+                self._kept = PlainKept(keep // 2, plain_bytes(config, tp) // 2, device)
+            except torch.OutOfMemoryError:
+                print("duovolt rank: no room to keep prompts' plain weights", file=sys.stderr, flush=True)
         nbytes = ahead_bytes(config, tp, choice_on(device).layers_ahead(torch.cuda.get_device_capability(device)))
         if not nbytes:
             return
@@ -45,6 +55,11 @@ class Prompts:
         """What of this decides the rounding of a prompt's products, behind what the card's choice says of it."""
         return f",ahead:{choice_on(self._device).sparing_up_to}" if self.ahead else ""
 
+    @property
+    def kept(self) -> str:
+        """Plain weights that stay, for the log line."""
+        return "off" if self._kept is None else f"{self._kept.memory.nbytes / 1e9:.2f}GB"
+
     @contextmanager
     def stream(self) -> Iterator[None]:
         """Within it work goes behind all that the current stream was given, and what that one is given after, behind it."""
@@ -59,8 +74,13 @@ class Prompts:
         finally:
             outer.wait_stream(self._stream)
 
-    def reading(self, kind: str, tokens: int) -> AbstractContextManager[None]:
-        """Around a pass of so many tokens; `kind`: passes of one ask for the same weights in the same order."""
-        if self._ahead is None:
-            return nullcontext()
-        return self._ahead.reading((kind, tokens <= choice_on(self._device).wide_up_to))
+    @contextmanager
+    def reading(self, kind: str, tokens: int, *, layers: bool = True) -> Iterator[None]:
+        """Around a pass of so many tokens; `kind`: passes of one ask for the same weights in the same order. `layers`: they are
+        those of the model's layers, of which some stay."""
+        ahead, kept = self._ahead, self._kept if layers else None
+        with (
+            kept.serving() if kept else nullcontext(),
+            ahead.reading((kind, tokens <= choice_on(self._device).wide_up_to)) if ahead else nullcontext(),
+        ):
+            yield
