@@ -61,7 +61,7 @@ class ServeOptions:
     def asked_of_cards(self) -> list[str]:
         """Options that only the CUDA engine reads, where they are not the default, as they were written."""
         return [
-            f"{self.written(one.name)} {getattr(self, one.name)}"
+            f"{self.written(one.name)} {getattr(self, one.name) or 'off'}"
             for one in fields(self)
             if one.name in FOR_CARDS and getattr(self, one.name) != one.default
         ]

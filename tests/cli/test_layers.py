@@ -101,6 +101,7 @@ def test_each_layer_goes_before_the_next(options: Any, tmp_path: Path, monkeypat
         ("port = " + "9" * 5000, "not TOML"),
         ("port = '" + "9" * 5000 + "'", "is not a whole number, 0 to 65535"),
         ("prefix-cache = '" + "9" * 5000 + "G'", "is neither off nor a size"),
+        ("plain-weights = 'much'", "is neither auto, off nor a size"),
     ],
 )
 def test_a_file_with_a_fault_is_refused_by_name_and_key(

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from duovolt.kernels import plain_kept
+from duovolt.kernels.plain_kept import PlainKept
 from duovolt.kernels.tuning import Choice
 from duovolt.model.config import ModelConfig
 from duovolt.perf.shapes import configuration
 from duovolt.runtime.engine.cuda import prompts
-from duovolt.runtime.engine.cuda.plan import ahead_bytes
+from duovolt.runtime.engine.cuda.plan import ahead_bytes, plain_bytes
 from duovolt.runtime.engine.cuda.prompts import Prompts
 
 CARD = torch.device("cuda", 0)
@@ -69,6 +71,34 @@ def test_work_goes_behind_the_callers_and_the_callers_behind_it(told: list[Any])
         ("outer", "behind", "prompts -1"),
     ]  # fmt: skip
     assert 2 * told[0] == ahead_bytes(ModelConfig.from_dict(configuration("qwen3.8-27b")), 2, 1.25)
+
+
+def test_weights_of_the_models_layers_stay_and_those_of_drafts_do_not(
+    told: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a card that makes none ahead, too; where memory is short after all, one line, and everything in turn."""
+    config, seen = ModelConfig.from_dict(configuration("qwen3.8-27b")), []
+
+    def room(elements: int, of: int, device: torch.device) -> PlainKept:
+        seen.append((elements, of, device))
+        return PlainKept(64, 64, torch.device("cpu"))
+
+    def full(elements: int, of: int, device: torch.device) -> PlainKept:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(prompts, "PlainKept", room)
+    found = Prompts(config, 2, CARD, keep=1 << 30)
+    assert seen == [(1 << 29, plain_bytes(config, 2) // 2, CARD)] and found.kept == "0.00GB" and not found.ahead
+    with found.reading("read", 200):
+        assert plain_kept._current.get() is found._kept
+    with found.reading("drafts", 200, layers=False):
+        assert plain_kept._current.get() is None
+    monkeypatch.setattr(prompts, "PlainKept", full)
+    found = Prompts(config, 2, CARD, keep=1 << 30)
+    assert found.kept == "off" and "no room to keep prompts' plain weights" in capsys.readouterr().err
+    with found.reading("read", 200):
+        assert plain_kept._current.get() is None
 
 
 @pytest.mark.parametrize("why", ["an older card", "a choice", "no room"])

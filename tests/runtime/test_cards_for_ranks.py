@@ -13,7 +13,16 @@ from duovolt.checkpoint.errors import EnvironmentFault, InputError
 from duovolt.model.config import ModelConfig
 from duovolt.model.memory import kv_bytes_per_token
 from duovolt.perf.shapes import configuration
-from duovolt.runtime.engine.cuda.plan import MARGIN, Demand, fit, longest_context, page_bytes, plan_memory
+from duovolt.runtime.engine.cuda.plan import (
+    MARGIN,
+    SPARE,
+    Demand,
+    fit,
+    longest_context,
+    page_bytes,
+    plain_bytes,
+    plan_memory,
+)
 from duovolt.runtime.rank import preflight as preflight_module
 from duovolt.runtime.rank.cards import (
     CONTEXT,
@@ -239,6 +248,38 @@ def test_plain_weights_made_ahead_are_in_the_plan() -> None:
         fit(held, 15 * 10**9, 262144, 262144)
     little = plan_memory(replace(demand, ahead=0.01), 8192, 256)  # the largest matrix has room
     assert little.parts["plain weights"] == largest + (32 << 20)
+
+
+def test_plain_weights_stay_in_what_nothing_else_wants() -> None:
+    """As many as there are, or as are asked for, where there is room: never at the expense of context, pages or a margin."""
+    config = ModelConfig.from_dict(configuration("qwen3.8-27b"))
+    rows = (
+        16 * (2 * (12 + 2) * 256 + 3072) + 48 * (8240 + 16 + 3072) + 64 * 3 * 8704
+    )  # of a rank of two; 8,240 in whole bands
+    assert plain_bytes(config, 2) == 2 * 5120 * rows and 1.9 < plain_bytes(config, 1) / plain_bytes(config, 2) < 2
+    for chunk, lanes, ahead in ((512, 2, 0.0), (2048, 1, 1.25)):
+        off = Demand(config, 2, 10 * 10**9, "int8", lanes, 3, chunk, keys_in_a_row=False, ahead=ahead)
+        for free in (15 * 10**9, 17 * 10**9, 33 * 10**9, 140 * 10**9):
+            without = fit(off, free, 131072, 262144)
+            for keep in (None, 4 << 30, 1 << 40):
+                plan = fit(replace(off, keep=keep), free, 131072, 262144)
+                wanted = min(plain_bytes(config, 2), keep or plain_bytes(config, 2))
+                assert plan.kept == max(0, min(wanted, free - MARGIN - without.total - SPARE))
+                assert (plan.max_context, plan.pages) == (without.max_context, without.pages)
+                assert plan.total == without.total + plan.kept
+                assert plan.parts["plain weights"] == without.parts["plain weights"] + plan.kept
+                (line,) = [line for line in plan.lines() if "plain weights" in line] or [""]
+                assert (f"{plan.kept / 1e9:.2f} GB kept" in line) == (plan.kept > 0)
+        assert plan.kept == plain_bytes(config, 2) and "100% of all" in line
+
+
+def test_ranks_keep_what_the_smaller_card_has_room_for(ranks: Path) -> None:
+    much = settle(wishes(ranks, max_context=512), machine(V100, card(1)))
+    none = settle(wishes(ranks, max_context=512, plain_weights=0), machine(V100, card(1)))
+    assert much.kept > 0 == none.kept and much.planned == none.planned + much.kept
+    assert any("kept, 100% of all" in line for line in much.plan) and not any("kept" in line for line in none.plan)
+    free = none.planned + MARGIN + SPARE + much.kept // 2
+    assert settle(wishes(ranks, max_context=512), machine(V100, card(1, free=free))).kept == much.kept // 2
 
 
 def test_the_child_answers_in_json(ranks: Path) -> None:

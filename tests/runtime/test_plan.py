@@ -195,6 +195,8 @@ def test_options_that_only_cards_read_are_known(tmp_path: Path) -> None:
     chosen = {"kv": "fp16", "attention": "plain", "head_split": "on", "graphs": "off", "draft_window": 512}
     asked = ServeOptions(ranks=tmp_path, **chosen).asked_of_cards  # type: ignore[arg-type]
     assert asked == ["--kv fp16", "--attention plain", "--head-split on", "--graphs off", "--draft-window 512"]
+    sizes = [ServeOptions(ranks=tmp_path, plain_weights=size).asked_of_cards for size in (None, 0, 4 << 30)]
+    assert sizes == [[], ["--plain-weights off"], ["--plain-weights 4294967296"]]
     places = {"kv": "DUOVOLT_KV", "draft_window": "c.toml: draft-window"}
     asked = ServeOptions(ranks=tmp_path, places=places, **chosen).asked_of_cards  # type: ignore[arg-type]
     assert (asked[0], asked[1], asked[-1]) == ("DUOVOLT_KV fp16", "--attention plain", "c.toml: draft-window 512")
