@@ -79,21 +79,26 @@ def test_weights_of_the_models_layers_stay_and_those_of_drafts_do_not(
     """On a card that makes none ahead, too; where memory is short after all, one line, and everything in turn."""
     config, seen = ModelConfig.from_dict(configuration("qwen3.8-27b")), []
 
-    def room(elements: int, of: int, device: torch.device) -> PlainKept:
-        seen.append((elements, of, device))
+    def room(elements: int, of: int, device: torch.device, lately: int) -> PlainKept:
+        seen.append((elements, of, device, lately))
         return PlainKept(64, 64, torch.device("cpu"))
 
-    def full(elements: int, of: int, device: torch.device) -> PlainKept:
+    def full(elements: int, of: int, device: torch.device, lately: int) -> PlainKept:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(prompts, "PlainKept", room)
     found = Prompts(config, 2, CARD, keep=1 << 30)
-    assert seen == [(1 << 29, plain_bytes(config, 2) // 2, CARD)] and found.kept == "0.00GB" and not found.ahead
+    assert seen == [(1 << 29, plain_bytes(config, 2) // 2, CARD, 0)] and found.kept == "0.00GB" and not found.ahead
     with found.reading("read", 200):
         assert plain_kept._current.get() is found._kept
     with found.reading("drafts", 200, layers=False):
         assert plain_kept._current.get() is None
+    Prompts(config, 2, CARD, keep=1 << 30, halves=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    Prompts(config, 2, CARD, keep=1 << 30, halves=True)  # what is not here is made ahead
+    assert [one[3] for one in seen] == [0, 5120 * (2 * 1024 + 2 * 3072 + 2 * 24 + 3072 + 3 * 8704), 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(prompts, "PlainKept", full)
     found = Prompts(config, 2, CARD, keep=1 << 30)
     assert found.kept == "off" and "no room to keep prompts' plain weights" in capsys.readouterr().err

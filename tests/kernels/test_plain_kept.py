@@ -54,6 +54,39 @@ def test_what_stays_is_spread_over_the_order_and_stands_where_it_stood(sizes: li
         assert abs(used - kept.memory.numel() / every * seen) <= max(sizes)
 
 
+@given(
+    some.lists(some.integers(1, 12), min_size=1, max_size=24),
+    some.integers(0, 120),
+    some.integers(0, 60),
+    some.data(),
+)
+def test_the_last_ones_stay_for_a_while(sizes: list[int], elements: int, lately: int, data: some.DataObject) -> None:
+    """Whatever is asked for in whatever order is there, or made now, and has its own values; those that stay are not touched."""
+    matrices, every = [Matrix(number, size) for number, size in enumerate(sizes)], sum(sizes)
+    kept = PlainKept(elements, every, HERE, lately=lately)
+    order = data.draw(some.lists(some.sampled_from(matrices), max_size=60))
+    for matrix in order:
+        (plain,) = asked(kept, [matrix])
+        assert plain is None or (plain.shape == (matrix.elements, 1) and (plain == matrix.key[0]).all())
+        assert all(stays is None or (stays == key[0]).all() for key, stays in kept._known.items())
+        assert all((late == key[0]).all() for key, (_, _, late) in kept._lately.items())
+
+
+def test_two_halves_have_each_matrix_made_once() -> None:
+    """Two passes in turn, stop by stop, where there is room for no more than a layer, and one matrix in six stays."""
+    layers = [[Matrix(5 * layer + place, size) for place, size in enumerate((7, 3, 9, 9, 9))] for layer in range(8)]
+    one = sum(matrix.elements for matrix in layers[0])
+    kept = PlainKept(one + 8 * one // 6, 8 * one, HERE, lately=one)
+    for _ in range(2):
+        for layer in layers:
+            for stop in (layer[:2], layer[2:]):
+                for _ in ("first half", "second half"):
+                    assert all(plain is not None for plain in asked(kept, stop))
+    stay = {key[0] for key, plain in kept._known.items() if plain is not None}
+    assert 4 <= len(stay) <= 9
+    assert [matrix.made for layer in layers for matrix in layer] == [1 if n in stay else 2 for n in range(40)]
+
+
 def test_outside_nothing_is_kept_and_what_is_captured_is_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, first, second = PlainKept(10, 10, HERE), Matrix(1, 4), Matrix(2, 4)
     assert plain_kept.kept(first) is None and not first.made  # type: ignore[arg-type]

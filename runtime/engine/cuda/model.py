@@ -65,7 +65,7 @@ class CudaModel:
         self._graphs: Graphs | None = None
         self._kept: Kept | None = None
         self._chunks: dict[int, CapturedChunk] = {}  # by lane
-        self.prompts = Prompts(weights.config, link.size, device, keep)
+        self.prompts = Prompts(weights.config, link.size, device, keep, halves=link.halves)
 
     def capture_chunks(self, tokens: int, graphs: Graphs) -> None:
         """From now on capture chunks of so many tokens that begin at multiples of 64, unless they are long or go in halves.

@@ -23,19 +23,23 @@ class Prompts:
     Without room for either each product makes its own weights, in turn.
     """
 
-    def __init__(self, config: ModelConfig, tp: int, device: torch.device, keep: int = 0) -> None:
-        """keep: bytes of plain weights that stay."""
+    def __init__(
+        self, config: ModelConfig, tp: int, device: torch.device, keep: int = 0, *, halves: bool = False
+    ) -> None:
+        """keep: bytes of plain weights that stay; halves: chunks go in two, which ask for a matrix one soon after the other."""
         self._device = device
         self._ahead: PlainAhead | None = None
         self._kept: PlainKept | None = None
         if device.type != "cuda":
             return
+        ahead = choice_on(device).layers_ahead(torch.cuda.get_device_capability(device))
         if keep:
+            lately = ahead_bytes(config, tp, 1.0) // 2 if halves and not ahead else 0
             try:
-                self._kept = PlainKept(keep // 2, plain_bytes(config, tp) // 2, device)
+                self._kept = PlainKept(keep // 2, plain_bytes(config, tp) // 2, device, lately=lately)
             except torch.OutOfMemoryError:
                 print("duovolt rank: no room to keep prompts' plain weights", file=sys.stderr, flush=True)
-        nbytes = ahead_bytes(config, tp, choice_on(device).layers_ahead(torch.cuda.get_device_capability(device)))
+        nbytes = ahead_bytes(config, tp, ahead)
         if not nbytes:
             return
         try:
