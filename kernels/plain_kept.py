@@ -2,8 +2,8 @@
 
 Their products are those of weights that are made anew for each chunk, on all multiprocessors. Where there is no room for all
 matrices, those that are kept are spread evenly over the order in which a chunk asks for them: so the others find products
-beside which they can be made (kernels/plain_ahead.py). Or the last ones that were made stay for a while, where a chunk goes through
-the layers in two halves, which ask for each matrix one soon after the other.
+beside which they can be made (kernels/plain_ahead.py). Or, where a chunk goes through the layers in two halves, which ask for a
+matrix one soon after the other, the last ones that were made stay for a while.
 """
 
 from __future__ import annotations
