@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ...checkpoint.errors import DuovoltError
+from ...kernels.prefill import FEW_TOKENS
 from ...kernels.prefill_attention import torch_attends
 from ...kernels.tuning import choice_for
 from ..engine.cuda.fitness import check_fitness, check_limits
@@ -81,7 +82,7 @@ def demand_of(wishes: Wishes, plans: list[LoadPlan], cards: list[Card]) -> Deman
         picture_patches=patches,
         keys_in_a_row=not cards or torch_attends(cards[0].capability),
         captured=bool(cards),
-        keep=wishes.plain_weights,
+        keep=wishes.plain_weights if wishes.prefill_chunk > FEW_TOKENS else 0,  # fewer take none
         ahead=choice_for(cards[0].name).layers_ahead(cards[0].capability) if cards else 0.0,
     )
 
