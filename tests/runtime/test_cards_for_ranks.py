@@ -278,7 +278,9 @@ def test_ranks_keep_what_the_smaller_card_has_room_for(ranks: Path) -> None:
     none = settle(wishes(ranks, max_context=512, plain_weights=0), machine(V100, card(1)))
     assert much.kept > 0 == none.kept and much.planned == none.planned + much.kept
     assert any("kept, 100% of all" in line for line in much.plan) and not any("kept" in line for line in none.plan)
-    assert settle(wishes(ranks, max_context=512, prefill_chunk=96), machine(V100, card(1))).kept == 0  # none would be used
+    assert (
+        settle(wishes(ranks, max_context=512, prefill_chunk=96), machine(V100, card(1))).kept == 0
+    )  # none would be used
     free = none.planned + MARGIN + SPARE + much.kept // 2
     assert settle(wishes(ranks, max_context=512), machine(V100, card(1, free=free))).kept == much.kept // 2
 
