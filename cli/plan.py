@@ -199,7 +199,7 @@ def _card(
 ) -> dict[str, Any]:
     """One rank's card with one lane: the parts of its memory as the server plans them, and the longest context that fits."""
     from ..runtime.engine.cuda.fitness import needs_of, unread_forms
-    from ..runtime.engine.cuda.plan import MARGIN, Demand, longest_context, plan_memory
+    from ..runtime.engine.cuda.plan import MARGIN, Demand, longest_context, plain_bytes, plan_memory, room_to_keep
     from ..runtime.engine.pages import pages_for
     from ..runtime.images.processor import ImageProcessor
 
@@ -208,7 +208,8 @@ def _card(
         needed = weights + kv_bytes_per_token(config, tp, kv) * context + state_bytes(config, tp)
         return {
             "card_memory": {}, "card_bytes_needed": needed, "fits_32_gb_card": needed < CARD_BYTES,
-            "longest_context_32_gb": None, "missing_kernels": missing,
+            "longest_context_32_gb": None, "plain_weights_32_gb": 0, "plain_weights_share": 0.0,
+            "missing_kernels": missing,
         }  # fmt: skip
     vision, patches, tower = config.vision, 0, 0
     if vision is not None:
@@ -224,7 +225,7 @@ def _card(
         )
     demand = Demand(
         config, tp, weights, kv, 1, PLANNED_DRAFTS if config.mtp_layers else 0, PLANNED_CHUNK, vision=tower,
-        picture_patches=patches, keys_in_a_row=False,
+        picture_patches=patches, keys_in_a_row=False, keep=None,
     )  # fmt: skip
     memory = plan_memory(demand, context, pages_for(context))
     limit = config.text.max_position_embeddings
@@ -233,6 +234,8 @@ def _card(
         "card_bytes_needed": memory.total,
         "fits_32_gb_card": memory.total + MARGIN <= CARD_BYTES,
         "longest_context_32_gb": longest_context(demand, CARD_BYTES - MARGIN, limit),
+        "plain_weights_32_gb": (stay := room_to_keep(demand, CARD_BYTES - MARGIN - memory.total)),
+        "plain_weights_share": stay / plain_bytes(config, tp),
         "missing_kernels": [],
     }
 
@@ -286,6 +289,11 @@ def _print(found: dict[str, Any]) -> None:
         f"one sequence of {found['max_context']:,} positions needs {found['card_bytes_needed'] / 1e9:,.2f} GB a card: "
         f"{verdict} a 32 GB card" + (f"; the longest context that fits is {longest:,}" if longest is not None else "")
     )
+    if stay := found["plain_weights_32_gb"]:
+        print(
+            f"prompts are read faster with {stay / 1e9:,.2f} GB that such a card has left: "
+            f"{found['plain_weights_share']:.0%} of their plain weights stay"
+        )
 
 
 def run(args: argparse.Namespace) -> int:

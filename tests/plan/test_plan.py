@@ -11,9 +11,11 @@ import pytest
 
 from duovolt.checkpoint.writer import Planned, encode_header
 from duovolt.cli.main import main
+from duovolt.cli.plan import CARD_BYTES
 from duovolt.model.config import ModelConfig
 from duovolt.model.inventory import inventory
 from duovolt.perf.shapes import QWEN_27B
+from duovolt.runtime.engine.cuda.plan import MARGIN, SPARE
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tiny_qwen3_5" / "checkpoint"
 
@@ -70,6 +72,13 @@ def test_ledger_of_the_27b(giant: Path) -> None:
     kept = sum(parts[name] for name in ("weights", "vision tower", "kv", "states"))
     assert round(kept / 1e9, 1) == 17.6 and sum(parts.values()) == found["card_bytes_needed"]
     assert found["fits_32_gb_card"] and found["longest_context_32_gb"] == 262144
+    left = CARD_BYTES - MARGIN - found["card_bytes_needed"] - SPARE
+    assert found["plain_weights_32_gb"] == left and found["plain_weights_share"] == pytest.approx(left / 24_358_420_480)
+    told = run("plan", giant, "--tp", 2, "--max-context", 262144).stdout
+    assert (
+        f"{left / 1e9:,.2f} GB that such a card has left: {left / 24_358_420_480:.0%} of their plain weights stay"
+        in told
+    )
     assert not facts("plan", giant, "--tp", 1, "--kv", "fp16")["fits_32_gb_card"]
 
 
