@@ -37,11 +37,6 @@ class PlainKept:
         self._lately: dict[tuple[int, ...], tuple[int, int, Tensor]] = {}  # first element, the one behind the last
         self._next = self.room
 
-    @property
-    def matrices(self) -> int:
-        """How many are kept."""
-        return sum(plain is not None for plain in self._known.values())
-
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Within it products look here first."""

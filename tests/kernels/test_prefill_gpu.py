@@ -363,7 +363,8 @@ def test_weights_that_stay_give_the_bits_of_those_in_turn(encode, share, beside)
     for got in (found, other):
         assert all(torch.equal(one, wanted) for one, wanted in zip(got, expected[300], strict=True))
     assert kept.used == held <= kept.room and kept.room - held <= 4160 * 1024
-    assert kept.matrices == 16 if share == 1 else 0 < kept.matrices < 16
+    stay = sum(plain is not None for plain in kept._known.values())
+    assert stay == 16 if share == 1 else 0 < stay < 16
 
 
 def test_two_threads_each_with_weights_made_ahead(encode):
