@@ -286,7 +286,7 @@ def test_a_fault_door_that_makes_no_sense_is_said_before_ready(tmp_path: Path, m
 def settled(*cards: int) -> Settled:
     return Settled(
         uuids=[f"GPU-{card}" for card in cards], numbers=list(cards), card="a card", max_context=64, pages=2, planned=1,
-        plan=["  weights"], near=[[0] for _ in cards],
+        plan=["  weights"], near=[[0] for _ in cards], kept=12345,
     )  # fmt: skip
 
 
@@ -316,6 +316,8 @@ def test_ranks_see_the_cards_in_use_once_each(
     asyncio.run(run())
     assert [command[command.index("--device") + 1] for command, _ in started] == devices
     assert {env["CUDA_VISIBLE_DEVICES"] for _, env in started} == {visible}
+    for command, _ in started:  # what was settled for both
+        assert [command[command.index(name) + 1] for name in ("--pages", "--plain-bytes")] == ["2", "12345"]
 
 
 def test_both_ranks_on_one_card_is_said_with_a_warning(plan: ServePlan, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,8 +86,9 @@ def load_cuda_engine(
         if device.type == "cuda":
             executor.warm(settings.prefill_chunk)
     except torch.cuda.OutOfMemoryError as error:
+        remedy = "--plain-weights off, a smaller" if settings.keep else "a smaller"
         raise EnvironmentFault(
-            f"card {device} has no room: {str(error).splitlines()[0]} Something else may hold its memory; a smaller "
+            f"card {device} has no room: {str(error).splitlines()[0]} Something else may hold its memory; {remedy} "
             "--max-context or fewer --lanes need less."
         ) from None
     engine = engine_of(executor, directory, plan.source, tower, settings)
